@@ -49,7 +49,7 @@ $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 	$(say) "installing the development tools"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,redis,dynamodb,sqlalchemy,asyncpg,aws,grpc,milvus,encryption]' -r requirements-dev.txt
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,redis,dynamodb,sqlalchemy,asyncpg,aws,grpc,milvus,encryption,jwt]' -r requirements-dev.txt
 	@touch $@
 
 run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:8089 (or PORT=…)

@@ -1,0 +1,330 @@
+"""The broker: hands the events of a source to the subscribers of each tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, NamedTuple, Self
+
+from moored.kernel import Backoff, Child, Clock, Context, Recorder, Supervisor, describe, refuse
+
+from ._audience import Audience, SlowPolicy, Subscriber
+from ._events import (
+    BrokerOff,
+    EventSource,
+    HistoryLost,
+    LiveEvent,
+    ReplaySource,
+    SourceEvent,
+    SourceGap,
+    TooManyStreams,
+)
+from ._history import History
+from ._stream import LiveStream
+from ._tenants import Tenants, Untold, canonical_uuid
+
+__all__ = ["Broker", "BrokerStatistics"]
+
+#: The names of events that are not channels.
+RESERVED = ("expired", "keepalive", "reset", "skipped")
+
+
+class BrokerStatistics(NamedTuple):
+    """The counters of a broker since it was made."""
+
+    #: Open streams, and tenants with at least one.
+    subscribers: int
+    tenants: int
+    #: Events of the source, and their deliveries to a subscriber's buffer.
+    events: int
+    delivered: int
+    #: Events read from the history for subscribers that resumed.
+    replayed: int
+    #: Events that no subscriber got, and deliveries that a full buffer refused, by reason.
+    dropped: dict[str, int]
+    #: Resets that subscribers got, by reason: `gap` or `history`.
+    resets: dict[str, int]
+    #: Streams that were refused, by reason: `total` or `tenant`.
+    refused: dict[str, int]
+    #: The most events that a subscriber's buffer has held.
+    buffer_high_water: int
+
+
+class Broker:
+    """Hands the events of a source to the subscribers of each tenant.
+
+    ::
+
+        async with Broker(source, channels=["orders", "refunds"]) as broker:
+            async with broker.subscribe(tenant) as events:
+                async for event in events:
+                    ...
+
+    :param source: yields the events; None for a broker that is off, whose streams are refused.
+    :param channels: the channels that subscribers may have; an event on another one is dropped.
+    :param replay: the history from which a subscriber resumes; by default the last events are kept
+        in memory.
+    :param tenant: the field of the payload (a JSON object) that names the tenant, or a function of
+        the event that returns its name or None. An event without a tenant is dropped.
+    :param canonical: returns the one form of a tenant's name, or raises `ValueError`; by default
+        the name is a UUID.
+    :param buffer: the most events that wait for one subscriber.
+    :param buffer_bytes: the most bytes of payload that wait for one subscriber.
+    :param slow: what happens if a buffer is full. `disconnect`: the stream ends, and the client
+        resumes after its last event. `drop`: new events are dropped, and the client gets their
+        number. `latest`: all but the newest event are dropped, and the client gets their number.
+    :param history: the number of events that are kept in memory, without `replay`.
+    :param max_streams: the most streams.
+    :param max_streams_per_tenant: the most streams of one tenant.
+    """
+
+    def __init__(
+        self,
+        source: EventSource | None,
+        *,
+        channels: Iterable[str],
+        replay: ReplaySource | None = None,
+        tenant: str | Callable[[SourceEvent], str | None] = "org_id",
+        canonical: Callable[[Any], str] = canonical_uuid,
+        buffer: int = 64,
+        buffer_bytes: int = 1024 * 1024,
+        slow: SlowPolicy = "disconnect",
+        history: int = 1024,
+        max_streams: int = 10_000,
+        max_streams_per_tenant: int = 1_000,
+        name: str = "broker",
+        recorder: Recorder | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.channels = frozenset((channels,) if isinstance(channels, str) else channels)
+        numbers = {
+            "buffer": buffer,
+            "buffer_bytes": buffer_bytes,
+            "history": history,
+            "max_streams": max_streams,
+            "max_streams_per_tenant": max_streams_per_tenant,
+        }
+        refuse("Broker", self._mistakes(numbers, slow))
+        self.name = name
+        self._source = source
+        self._history = History(history, history * 16 * 1024) if replay is None else None
+        self._replay: ReplaySource = self._history if replay is None else replay  # type: ignore[assignment]
+        self._tenants = Tenants(tenant, canonical)
+        self._limits = buffer, buffer_bytes, slow
+        self._max_streams = max_streams, max_streams_per_tenant
+        self._audience = Audience()
+        # The id after which a client resumes that gets a reset now.
+        self._newest = ""
+        self._events = self._delivered = self._replayed = self._high_water = 0
+        self._dropped: Counter[str] = Counter()
+        self._resets: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+        #: Whether the source yields events; False while it is reconnecting after an error.
+        self.up = False
+        self.last_error = ""
+        self._draining = False
+        feed = Child("source", self._run, backoff=Backoff(0.5, 30.0))
+        self._supervisor = Supervisor(
+            name,
+            children=() if source is None else (feed,),
+            intensity=None,
+            recorder=recorder,
+            clock=clock,
+        )
+
+    def _mistakes(self, numbers: dict[str, int], slow: str) -> Iterator[str]:
+        for name, value in numbers.items():
+            if value < 1:
+                yield f"{name}={value}: must be at least 1"
+        if slow not in ("disconnect", "drop", "latest"):
+            yield f"slow={slow!r}: must be 'disconnect', 'drop' or 'latest'"
+        if not self.channels:
+            yield "channels: at least one is needed"
+        for channel in self.channels:
+            if not channel or not channel.isprintable() or channel in RESERVED:
+                yield f"channel {channel!r}: must be printable, and none of {', '.join(RESERVED)}"
+
+    # -- lifetime ------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        await self._supervisor.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for subscriber in list(self._audience):
+            subscriber.end("drained")
+        await self._supervisor.stop()
+
+    async def drain(self, over: float = 5.0) -> None:
+        """Refuse new streams, and end the others one by one within `over` seconds.
+
+        Clients then reconnect one by one, too, for example to another node.
+        """
+        self._draining = True
+        left = list(self._audience)
+        random.shuffle(left)
+        for number, subscriber in enumerate(left):
+            subscriber.end("drained")
+            if number % max(1, len(left) // 100) == 0:
+                await asyncio.sleep(over / 100)
+
+    # -- the source ----------------------------------------------------------------------------
+
+    async def _run(self, ctx: Context) -> None:
+        assert self._source is not None
+        ctx.started()
+        try:
+            async with aclosing(self._source.events()) as items:  # type: ignore[type-var]
+                self.up, self.last_error = True, ""
+                async for item in items:
+                    if isinstance(item, SourceGap):
+                        self._gap(item.reason)
+                    else:
+                        self._publish(item)
+            raise BrokerOff("the source has ended")
+        except Exception as error:
+            self.last_error = describe(error)
+            raise
+        finally:
+            self.up = False
+
+    def _publish(self, found: SourceEvent) -> None:
+        """Hand an event to the subscribers of its tenant and channel."""
+        self._events += 1
+        event = self._admit(found)
+        if event is None:
+            return
+        self._newest = event.id
+        for subscriber in self._audience.hearers(event.tenant, event.channel):
+            if reason := subscriber.push(event):
+                self._dropped[reason] += 1
+            else:
+                self._delivered += 1
+
+    def _admit(self, found: SourceEvent) -> LiveEvent | None:
+        """Return the event with its tenant; None if it must not be sent to anyone."""
+        try:
+            if found.channel not in self.channels:
+                raise Untold("unknown_channel")
+            tenant = self._tenants.of(found)
+        except Untold as error:
+            self._dropped[str(error)] += 1
+            return None
+        if found.position is None and self._history is not None:
+            return self._history.add(found.channel, found.payload, tenant)
+        return LiveEvent(found.channel, found.payload, tenant, found.id, found.position)
+
+    def _gap(self, reason: str) -> None:
+        if self._history is not None:
+            self._history.cut()
+        self._newest = ""
+        for subscriber in list(self._audience):
+            subscriber.reset(reason, "")
+            self._resets["gap"] += 1
+        self._supervisor.recorder.record(self.name, f"gap: {reason}", kind="failure")
+
+    # -- subscribers ---------------------------------------------------------------------------
+
+    def canonical(self, tenant: str) -> str:
+        """Return the one form of a tenant's name; raises `ValueError`."""
+        return self._tenants.canonical(tenant)
+
+    @asynccontextmanager
+    async def subscribe(
+        self, tenant: str, channels: Iterable[str] | None = None, *, after: str | None = None
+    ) -> AsyncIterator[LiveStream]:
+        """Open a stream of a tenant's events.
+
+        :param channels: all channels by default.
+        :param after: the id of the last event that the subscriber has; the stream begins with the
+            events after it, or with a `StreamReset` if they are not known any more.
+        :raises BrokerOff: the broker has no source, or is stopping.
+        :raises TooManyStreams: the limit of streams is reached.
+        """
+        stream = self.open(tenant, channels, after=after)
+        try:
+            yield stream
+        finally:
+            self.close(stream)
+
+    def open(
+        self, tenant: str, channels: Iterable[str] | None = None, *, after: str | None = None
+    ) -> LiveStream:
+        """Open a stream as `subscribe` does; the caller must `close` it."""
+        wanted = self.channels if channels is None else frozenset(channels)
+        if unknown := wanted - self.channels:
+            raise ValueError(f"not a channel of the broker: {', '.join(sorted(unknown))}")
+        self._check_room(tenant := self.canonical(tenant))
+        position, lost = None, ""
+        if after:
+            try:
+                position = self._replay.position(after)
+            except HistoryLost as error:
+                lost = str(error)
+        # Registered before the history is read: an event is in one of both, or in both.
+        subscriber = Subscriber(tenant, wanted, self._limits, replaying=position is not None)
+        self._audience.add(subscriber)
+        if lost:
+            self._lost(subscriber, lost)
+        return LiveStream(subscriber, self._replay, position, admit=self._admit, on_lost=self._lost)
+
+    def _lost(self, subscriber: Subscriber, reason: str) -> None:
+        self._resets["history"] += 1
+        subscriber.reset(reason, self._newest)
+
+    def close(self, stream: LiveStream) -> None:
+        """Close a stream."""
+        subscriber = stream.subscriber
+        self._audience.remove(subscriber)
+        subscriber.end("closed")
+        self._replayed += stream.replayed
+        self._high_water = max(self._high_water, subscriber.high_water)
+
+    def _check_room(self, tenant: str) -> None:
+        if self._source is None:
+            raise BrokerOff("live events are off: the broker has no source")
+        if self._draining or self._supervisor.state != "running":
+            raise BrokerOff("the broker is stopping, or was not started")
+        total, each = self._max_streams
+        if len(self._audience) >= total:
+            self._refused["total"] += 1
+            raise TooManyStreams(f"{total} streams are open (max_streams)", None)
+        if self._audience.of_tenant[tenant] >= each:
+            self._refused["tenant"] += 1
+            raise TooManyStreams(
+                f"the tenant has {each} streams open (max_streams_per_tenant)", tenant
+            )
+
+    # -- state ---------------------------------------------------------------------------------
+
+    def statistics(self) -> BrokerStatistics:
+        """Return the counters."""
+        open_now = list(self._audience)
+        return BrokerStatistics(
+            subscribers=len(open_now),
+            tenants=len(self._audience.of_tenant),
+            events=self._events,
+            delivered=self._delivered,
+            replayed=self._replayed,
+            dropped=dict(self._dropped),
+            resets=dict(self._resets),
+            refused=dict(self._refused),
+            buffer_high_water=max([self._high_water, *(each.high_water for each in open_now)]),
+        )
+
+    def status(self) -> dict[str, Any]:
+        """Return the state as a JSON-compatible dict."""
+        state = "off" if self._source is None else self._supervisor.state
+        return {
+            "state": state,
+            "up": self.up,
+            "last_error": self.last_error,
+            **self.statistics()._asdict(),
+        }
+
+    def __repr__(self) -> str:
+        found = self.status()
+        return f"<Broker {self.name!r}: {found['state']}, {found['subscribers']} subscribers>"

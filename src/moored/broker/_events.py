@@ -1,0 +1,185 @@
+"""What a broker reads from a source, and what it hands to its subscribers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple, Protocol
+
+from moored.kernel import MooredError
+
+__all__ = [
+    "BrokerError",
+    "BrokerOff",
+    "EventSource",
+    "HistoryLost",
+    "Keepalive",
+    "LiveEvent",
+    "ReplaySource",
+    "Skipped",
+    "SlowSubscriber",
+    "SourceEvent",
+    "SourceGap",
+    "StreamReset",
+    "TooManyStreams",
+]
+
+
+class BrokerError(MooredError):
+    """The base class of the broker's errors."""
+
+
+class BrokerOff(BrokerError):
+    """The broker has no source, or is not running."""
+
+
+class HistoryLost(BrokerError):
+    """The history does not reach back to an event id, or does not know the id."""
+
+
+class SlowSubscriber(BrokerError):
+    """The subscriber did not read fast enough, and its buffer was full."""
+
+
+class TooManyStreams(BrokerError):
+    """The limit of open streams is reached.
+
+    :ivar tenant: the tenant whose limit it is; None for the limit of the broker.
+    """
+
+    def __init__(self, text: str, tenant: str | None) -> None:
+        super().__init__(text)
+        self.tenant = tenant
+
+
+class SourceEvent(NamedTuple):
+    """An event as a source yields it."""
+
+    channel: str
+    payload: str
+    #: The tenant, if the source has it apart from the payload.
+    tenant: str | None = None
+    #: The id that clients send as `Last-Event-ID`; empty if the source has no history.
+    id: str = ""
+    #: The place of the event in the total order of the source; comparable with all others.
+    position: Any = None
+
+
+class SourceGap(NamedTuple):
+    """Events may be missing here; every subscriber gets a reset."""
+
+    reason: str
+
+
+class EventSource(Protocol):
+    """Yields events as they happen."""
+
+    def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+        """Yield events in order.
+
+        The broker calls it again after an error. It then continues with the event after the last
+        one that it yielded, or yields a `SourceGap` first.
+        """
+
+
+class ReplaySource(Protocol):
+    """Reads earlier events, in the same order and with the same ids as the live ones."""
+
+    def position(self, id: str) -> Any:
+        """Return the position of an event id; raises `HistoryLost` for one that is not valid."""
+
+    async def read(
+        self, after: Any, tenant: str, channels: frozenset[str], limit: int
+    ) -> list[SourceEvent]:
+        """Return up to `limit` events after a position, oldest first.
+
+        Fewer than `limit` means that there are no more. Raises `HistoryLost` if events after the
+        position were deleted.
+        """
+
+
+class LiveEvent:
+    """An event on its way to the subscribers of one tenant; it is encoded once for all of them."""
+
+    __slots__ = ("_json", "_sse", "channel", "id", "payload", "position", "size", "tenant")
+
+    def __init__(self, channel: str, payload: str, tenant: str, id: str, position: Any) -> None:
+        self.channel = channel
+        self.payload = payload
+        self.tenant = tenant
+        self.id = id
+        self.position = position
+        #: The bytes that count against a subscriber's buffer.
+        self.size = len(payload)
+        self._sse: bytes | None = None
+        self._json: str | None = None
+
+    @property
+    def sse(self) -> bytes:
+        """The event as a server-sent event."""
+        if self._sse is None:
+            self._sse = sse(self.channel, self.payload, self.id)
+        return self._sse
+
+    @property
+    def json(self) -> str:
+        """The event as a message on a WebSocket."""
+        if self._json is None:
+            found = {"id": self.id, "event": self.channel, "data": self.payload}
+            self._json = json.dumps(found)
+        return self._json
+
+    def __repr__(self) -> str:
+        return f"<LiveEvent {self.id} on {self.channel!r} for {self.tenant}>"
+
+
+class StreamReset(NamedTuple):
+    """Events may be missing before this point: load the whole state again.
+
+    :ivar id: the event id to resume after, or empty if there is none yet.
+    """
+
+    reason: str
+    id: str = ""
+
+    @property
+    def sse(self) -> bytes:
+        return sse("reset", json.dumps({"reason": self.reason}), self.id)
+
+    @property
+    def json(self) -> str:
+        return json.dumps({"id": self.id, "event": "reset", "data": {"reason": self.reason}})
+
+
+class Skipped(NamedTuple):
+    """The number of events that were dropped because the subscriber's buffer was full."""
+
+    number: int
+
+    @property
+    def sse(self) -> bytes:
+        return sse("skipped", json.dumps({"count": self.number}), None)
+
+    @property
+    def json(self) -> str:
+        return json.dumps({"event": "skipped", "data": {"count": self.number}})
+
+
+class Keepalive(NamedTuple):
+    """A comment that shows a proxy and the client that the stream is alive."""
+
+    sse: bytes = b":keepalive\n\n"
+    json: str = '{"event": "keepalive"}'
+
+
+def sse(event: str, data: str, id: str | None) -> bytes:
+    """Return one server-sent event.
+
+    :param id: None leaves the client's last event id unchanged, and an empty one clears it.
+    """
+    head = f"event: {event}\n" if id is None else f"id: {id}\nevent: {event}\n"
+    if "\r" in data:
+        data = data.replace("\r\n", "\n").replace("\r", "\n")
+    if "\n" in data:
+        data = data.replace("\n", "\ndata: ")
+    return f"{head}data: {data}\n\n".encode("utf-8", "replace")

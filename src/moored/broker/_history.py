@@ -1,0 +1,72 @@
+"""The last events, in memory: the history of sources that have none of their own."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from typing import Any
+
+from ._events import HistoryLost, LiveEvent, SourceEvent
+
+__all__ = ["History"]
+
+
+class History:
+    """The last events of this process; an implementation of `ReplaySource`.
+
+    An id is valid in this process only: it begins with a random name of the process.
+
+    :param events: the number of events that are kept.
+    :param size: the bytes of payload that are kept.
+    """
+
+    def __init__(self, events: int, size: int) -> None:
+        self._limits = events, size
+        self._kept: deque[LiveEvent] = deque()
+        self._bytes = 0
+        self._last = 0
+        # The position before the oldest event that is kept.
+        self._before = 0
+        self._process = secrets.token_hex(4)
+
+    def add(self, channel: str, payload: str, tenant: str) -> LiveEvent:
+        """Number an event, and keep it in place of the oldest ones."""
+        self._last += 1
+        event = LiveEvent(channel, payload, tenant, f"{self._process}-{self._last}", self._last)
+        self._kept.append(event)
+        self._bytes += event.size
+        events, size = self._limits
+        while len(self._kept) > events or (self._bytes > size and len(self._kept) > 1):
+            self._forget()
+        return event
+
+    def cut(self) -> None:
+        """Forget all events: some after them are missing."""
+        while self._kept:
+            self._forget()
+        self._last += 1  # an id from before is not valid any more
+        self._before = self._last
+
+    def _forget(self) -> None:
+        oldest = self._kept.popleft()
+        self._bytes -= oldest.size
+        self._before = oldest.position
+
+    def position(self, id: str) -> Any:
+        """Return the number of an event."""
+        process, _, number = id.partition("-")
+        if process != self._process or not number.isdecimal() or int(number) > self._last:
+            raise HistoryLost("the event id is not one of this process")
+        return int(number)
+
+    async def read(
+        self, after: Any, tenant: str, channels: frozenset[str], limit: int
+    ) -> list[SourceEvent]:
+        """Return all events after a position."""
+        if after < self._before:
+            raise HistoryLost("the history does not reach back to the event id")
+        return [
+            SourceEvent(event.channel, event.payload, tenant, event.id, event.position)
+            for event in self._kept
+            if event.position > after and event.tenant == tenant and event.channel in channels
+        ][:limit]

@@ -1,0 +1,364 @@
+"""Streams over HTTP: an ASGI app with server-sent events and WebSockets.
+
+==============================  ==========================================================
+``GET /v1/subscribe``           server-sent events; ``?channel=`` (several allowed), and
+                                ``Last-Event-ID`` as a header or ``?last_event_id=``
+``WebSocket /v1/subscribe``     the same events, each as one JSON message
+``POST /v1/tickets``            a one-time ticket for ``?ticket=``, for the caller's tenant
+``GET /v1/subscribe.js``        the client for browsers
+==============================  ==========================================================
+
+The tenant comes from the authenticator, never from the query.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from http.cookies import SimpleCookie
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qs
+
+from moored.kernel import Clock, Tasks, awaited
+
+from ._broker import Broker
+from ._events import BrokerOff, TooManyStreams, sse
+from ._identity import Authenticator, Identity, Tickets
+from ._stream import LiveStream
+
+__all__ = ["BrokerApp"]
+
+Scope = Mapping[str, Any]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+#: Seconds between two checks of all streams.
+TICK = 1.0
+STREAM_HEADERS: Headers = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class _Refused(Exception):
+    """An answer in place of a stream."""
+
+    def __init__(self, status: int, text: str, retry_after: float | None = None) -> None:
+        super().__init__(text)
+        self.status = status
+        self.retry_after = retry_after
+
+
+class _Connection:
+    """An open stream over HTTP."""
+
+    __slots__ = ("expires", "last_sent", "stalled", "stream", "task", "writing_since")
+
+    def __init__(self, stream: LiveStream, expires: float | None, now: float) -> None:
+        self.stream = stream
+        self.task = asyncio.current_task()
+        #: When the credentials expire; by the time of the loop.
+        self.expires = expires
+        self.last_sent = now
+        self.writing_since: float | None = None
+        self.stalled = False
+
+
+class BrokerApp:
+    """An ASGI app for the streams of a broker; it can be mounted in Starlette and FastAPI.
+
+    :param authenticate: returns the identity for a token, which is sent as `Authorization: Bearer`
+        or as `X-API-Key`.
+    :param cookie: the name of a cookie that holds the token, for browsers; it is accepted from the
+        same origin and from `origins` only.
+    :param origins: the origins of pages that may open streams (CORS), such as
+        `https://app.example`.
+    :param keepalive: seconds after which an idle stream sends a comment.
+    :param send_timeout: seconds after which a stream ends whose client does not read.
+    :param retry: the seconds after which a client reconnects, at least and at most.
+    """
+
+    def __init__(
+        self,
+        broker: Broker,
+        authenticate: Authenticator,
+        *,
+        cookie: str | None = None,
+        origins: Iterable[str] = (),
+        keepalive: float = 15.0,
+        send_timeout: float = 30.0,
+        retry: tuple[float, float] = (1.0, 3.0),
+        clock: Clock | None = None,
+    ) -> None:
+        self.broker = broker
+        self._authenticate = authenticate
+        self._cookie = cookie
+        self._origins = frozenset(origins)
+        self._keepalive = keepalive
+        self._send_timeout = send_timeout
+        self._retry = retry
+        self._clock = clock or Clock.current()
+        self._tickets = Tickets(clock=self._clock)
+        self._connections: dict[_Connection, None] = {}
+        self._tasks = Tasks()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        if scope["type"] not in ("http", "websocket"):
+            return  # an app that this one is mounted in has its own lifespan
+        request = _Request(scope)
+        try:
+            if scope["type"] == "websocket":
+                await self._websocket(request, receive, send)
+            elif request.method == "OPTIONS":
+                await _respond(send, 204, b"", self._cors(request, preflight=True))
+            elif (request.method, request.path) == ("GET", "/v1/subscribe"):
+                await self._events(request, receive, send)
+            elif (request.method, request.path) == ("POST", "/v1/tickets"):
+                await self._ticket(request, send)
+            elif (request.method, request.path) == ("GET", "/v1/subscribe.js"):
+                script = (files("moored.broker") / "static" / "subscribe.js").read_bytes()
+                await _respond(send, 200, script, [(b"content-type", b"text/javascript")])
+            else:
+                raise _Refused(404, "no such page")
+        except _Refused as refused:
+            await self._refuse(request, send, refused)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    async def _events(self, request: _Request, receive: Receive, send: Send) -> None:
+        stream, identity = await self._open(request)
+        low, high = self._retry
+        first = b"retry: %d\n\n" % (random.uniform(low, high) * 1000)
+
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        async def begin() -> None:
+            headers = STREAM_HEADERS + self._cors(request)
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            await write(first)
+
+        async def write_items(items: Collection[Any]) -> None:
+            await write(b"".join([item.sse for item in items]))
+
+        async def end(reason: str) -> None:
+            if reason == "expired":
+                await write(sse("expired", "{}", None))
+            await write(b"", more=False)
+
+        await self._serve(stream, identity, receive, begin, write_items, end)
+
+    async def _websocket(self, request: _Request, receive: Receive, send: Send) -> None:
+        await receive()  # the request to connect
+        try:
+            stream, identity = await self._open(request)
+        except _Refused as refused:
+            # Before it is accepted, a server answers a close with the status 403.
+            await send({"type": "websocket.close", "code": 1008, "reason": str(refused)[:120]})
+            return
+
+        async def write_items(items: Collection[Any]) -> None:
+            for item in items:
+                await send({"type": "websocket.send", "text": item.json})
+
+        async def end(reason: str) -> None:
+            # 1013: try again later; 1012: the service restarts; 1008: not authorized any more.
+            code = {"slow": 1013, "expired": 1008}.get(reason, 1012)
+            await send({"type": "websocket.close", "code": code, "reason": reason})
+
+        async def begin() -> None:
+            await send({"type": "websocket.accept"})
+
+        await self._serve(stream, identity, receive, begin, write_items, end)
+
+    async def _ticket(self, request: _Request, send: Send) -> None:
+        identity = await self._identify(request, tickets=False)
+        found = {"ticket": self._tickets.issue(identity), "expires_in": self._tickets.lifetime}
+        body = json.dumps(found).encode()
+        headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
+        await _respond(send, 200, body, headers + self._cors(request))
+
+    async def _refuse(self, request: _Request, send: Send, refused: _Refused) -> None:
+        headers = [(b"content-type", b"application/json"), *self._cors(request)]
+        if refused.retry_after is not None:
+            headers.append((b"retry-after", b"%d" % refused.retry_after))
+        if refused.status == 401:
+            headers.append((b"www-authenticate", b"Bearer"))
+        await _respond(send, refused.status, json.dumps({"error": str(refused)}).encode(), headers)
+
+    # -- a stream ------------------------------------------------------------------------------
+
+    async def _open(self, request: _Request) -> tuple[LiveStream, Identity]:
+        identity = await self._identify(request)
+        named = [name for value in request.query("channel") for name in value.split(",") if name]
+        allowed = self.broker.channels if identity.channels is None else identity.channels
+        for name in named:
+            if name not in allowed:
+                raise _Refused(404, f"there is no channel {name!r}")
+        after = request.header("last-event-id") or "".join(request.query("last_event_id")[:1])
+        channels = frozenset(named) or self.broker.channels & allowed
+        try:
+            return self.broker.open(identity.tenant, channels, after=after), identity
+        except BrokerOff as error:
+            raise _Refused(503, str(error), random.uniform(5, 15)) from None
+        except TooManyStreams as error:
+            status = 503 if error.tenant is None else 429
+            raise _Refused(status, str(error), random.uniform(5, 30)) from None
+        except ValueError as error:
+            raise _Refused(403, f"the tenant is not valid: {error}") from None
+
+    async def _serve(
+        self,
+        stream: LiveStream,
+        identity: Identity,
+        receive: Receive,
+        begin: Callable[[], Awaitable[None]],
+        write_items: Callable[[Collection[Any]], Awaitable[None]],
+        end: Callable[[str], Awaitable[None]],
+    ) -> None:
+        """Write a stream until it ends, or the client is gone."""
+        subscriber = stream.subscriber
+        loop = asyncio.get_running_loop()
+        expires = None
+        if identity.expires is not None:
+            expires = loop.time() + identity.expires - self._clock.wall()
+        connection = _Connection(stream, expires, loop.time())
+        self._connections[connection] = None
+        if len(self._connections) == 1:
+            self._tasks.start(self._tick(), name=f"{self.broker.name}-tick")
+        watching = asyncio.ensure_future(_end_when_gone(receive, stream))
+        try:
+            connection.writing_since = connection.last_sent
+            await begin()
+            connection.writing_since = None
+            while items := await stream.take():
+                connection.writing_since = connection.last_sent = loop.time()
+                await write_items(items)
+                connection.writing_since = None
+            if subscriber.end_reason != "gone":
+                connection.writing_since = loop.time()
+                await end(subscriber.end_reason)
+        except asyncio.CancelledError:
+            # The client has not read for too long: the server closes the connection.
+            if not connection.stalled:
+                raise
+            if connection.task is not None:
+                connection.task.uncancel()
+        finally:
+            self._connections.pop(connection, None)
+            self.broker.close(stream)
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
+    async def _tick(self) -> None:
+        """Check all streams now and then: a timer for each would cost more than its events."""
+        loop = asyncio.get_running_loop()
+        while self._connections:
+            now = loop.time()
+            for connection in list(self._connections):
+                subscriber = connection.stream.subscriber
+                since = connection.writing_since
+                if connection.expires is not None and now >= connection.expires:
+                    subscriber.end("expired")
+                if since is not None and now - since > self._send_timeout:
+                    connection.stalled = True
+                    if connection.task is not None:
+                        connection.task.cancel()
+                elif since is None and now - connection.last_sent >= self._keepalive:
+                    subscriber.keepalive()
+            await asyncio.sleep(TICK)
+
+    # -- who may do that -----------------------------------------------------------------------
+
+    async def _identify(self, request: _Request, *, tickets: bool = True) -> Identity:
+        token = request.token
+        ticket = "".join(request.query("ticket")[:1])
+        if token is None and ticket and tickets:
+            if (identity := self._tickets.redeem(ticket)) is None:
+                raise _Refused(401, "the ticket is not valid, or was used: request a new one")
+            return identity
+        if token is None and self._cookie is not None:
+            token = request.cookie(self._cookie)
+            if token is not None and not self._is_trusted(request):
+                raise _Refused(403, "a cookie is not accepted from another origin")
+        if not token:
+            raise _Refused(401, "a token is needed, as Authorization: Bearer or X-API-Key")
+        found: Identity | None = await awaited(self._authenticate(token))
+        if found is None:
+            raise _Refused(401, "the token is not valid")
+        if found.expires is not None and found.expires <= self._clock.wall():
+            raise _Refused(401, "the token has expired")
+        return found
+
+    def _is_trusted(self, request: _Request) -> bool:
+        """Whether the page that sends a cookie may open a stream."""
+        origin = request.header("origin")
+        if not origin:
+            return request.header("sec-fetch-site") == "same-origin"
+        return origin in self._origins or origin.partition("://")[2] == request.header("host")
+
+    def _cors(self, request: _Request, *, preflight: bool = False) -> Headers:
+        origin = request.header("origin")
+        if origin not in self._origins:
+            return [(b"vary", b"Origin")] if self._origins else []
+        found = [(b"access-control-allow-origin", origin.encode()), (b"vary", b"Origin")]
+        if self._cookie is not None:
+            found.append((b"access-control-allow-credentials", b"true"))
+        if preflight:
+            names = b"authorization, last-event-id, x-api-key"
+            found.append((b"access-control-allow-headers", names))
+            found.append((b"access-control-allow-methods", b"GET, POST"))
+            found.append((b"access-control-max-age", b"600"))
+        return found
+
+
+class _Request:
+    """What is read of an ASGI scope."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.method: str = scope.get("method", "")
+        path: str = scope["path"]
+        root: str = scope.get("root_path", "")
+        # Mounted apps get the whole path, and their own prefix as the root path.
+        self.path = path.removeprefix(root) if path.startswith(root + "/") else path
+        self._headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        self._query = parse_qs(scope.get("query_string", b"").decode("latin-1"))
+
+    def header(self, name: str) -> str:
+        """The value of a header, or an empty string."""
+        found: bytes = self._headers.get(name, b"")
+        return found.decode("latin-1")
+
+    def query(self, name: str) -> list[str]:
+        """The values of a parameter."""
+        return self._query.get(name, [])
+
+    def cookie(self, name: str) -> str | None:
+        """The value of a cookie."""
+        found = SimpleCookie(self.header("cookie")).get(name)
+        return None if found is None else found.value
+
+    @property
+    def token(self) -> str | None:
+        """The token of the headers."""
+        scheme, _, token = self.header("authorization").partition(" ")
+        return token.strip() if scheme.lower() == "bearer" else self.header("x-api-key") or None
+
+
+async def _end_when_gone(receive: Receive, stream: LiveStream) -> None:
+    while (await receive())["type"] not in ("http.disconnect", "websocket.disconnect"):
+        pass
+    stream.subscriber.end("gone")
+
+
+async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

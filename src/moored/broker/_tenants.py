@@ -1,0 +1,85 @@
+"""Which tenant an event belongs to. An event without a certain tenant is dropped, never sent."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+from ._events import SourceEvent
+
+__all__ = ["Tenants", "Untold", "canonical_uuid"]
+
+_UUID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}")
+_ABSENT = object()
+
+
+class Untold(ValueError):
+    """The tenant of an event is not certain; its text is the reason, as a metric's label."""
+
+
+def canonical_uuid(value: Any) -> str:
+    """Return a UUID in its canonical form; raises `ValueError` for anything else."""
+    text = value.lower() if isinstance(value, str) else ""
+    if _UUID.fullmatch(text) is None:
+        raise ValueError(f"{value!r} is not a UUID")
+    digits = text.replace("-", "")
+    return "-".join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:]))
+
+
+class Tenants:
+    """Finds the tenant of an event.
+
+    :param field: the field of the payload that names the tenant, or a function of the event.
+    :param canonical: returns the one form of a tenant's name, or raises `ValueError`.
+    """
+
+    def __init__(
+        self, field: str | Callable[[SourceEvent], str | None], canonical: Callable[[Any], str]
+    ) -> None:
+        self._field = field
+        self.canonical = canonical
+
+    def of(self, event: SourceEvent) -> str:
+        """Return the tenant of an event; raises `Untold`.
+
+        If the source has named the tenant, a payload that names another one is refused.
+        """
+        named = self._named(event)
+        if event.tenant is None:
+            if named is _ABSENT:
+                raise Untold("no_tenant")
+            return self._checked(named)
+        tenant = self._checked(event.tenant)
+        if named is not _ABSENT and self._checked(named) != tenant:
+            raise Untold("other_tenant")
+        return tenant
+
+    def _named(self, event: SourceEvent) -> Any:
+        """Return what the payload names as its tenant."""
+        if callable(self._field):
+            found = self._field(event)
+            return _ABSENT if found is None else found
+        try:
+            pairs = json.loads(event.payload, object_pairs_hook=_Pairs)
+        except (ValueError, RecursionError):
+            pairs = None
+        if not isinstance(pairs, _Pairs):
+            if event.tenant is None:
+                raise Untold("not_an_object")
+            return _ABSENT
+        values = [value for name, value in pairs if name == self._field]
+        if len(values) > 1:
+            raise Untold("tenant_twice")  # which of them a reader takes differs between parsers
+        return values[0] if values else _ABSENT
+
+    def _checked(self, value: Any) -> str:
+        try:
+            return self.canonical(value)
+        except ValueError:
+            raise Untold("bad_tenant") from None
+
+
+class _Pairs(list[tuple[str, Any]]):
+    """An object of JSON, with the fields that occur twice."""

@@ -1,0 +1,94 @@
+"""A real HTTP server for the broker, and a client that reads server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import httpx
+import uvicorn
+
+ACME = "11111111-1111-1111-1111-111111111111"
+OTHER = "22222222-2222-2222-2222-222222222222"
+KEYS = {"acme-key": ACME, "other-key": OTHER}
+
+
+@asynccontextmanager
+async def served(app: Any) -> AsyncIterator[str]:
+    """Serve an app on a free port of the loopback interface; yield its URL."""
+    line = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    server = uvicorn.Server(config)
+    running = asyncio.create_task(server._serve(sockets=[line]))
+    try:
+        yield f"http://127.0.0.1:{line.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await running
+
+
+class Sse(NamedTuple):
+    """One server-sent event as a client gets it."""
+
+    event: str
+    data: str
+    id: str | None
+
+    def json(self) -> Any:
+        return json.loads(self.data)
+
+
+class Reading:
+    """An open stream of server-sent events."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self.response = response
+        self._lines = response.aiter_lines()
+        self.comments: list[str] = []
+        self.retry: int | None = None
+
+    async def next(self) -> Sse | None:
+        """Return the next event; None at the end of the stream."""
+        event, last = "message", None
+        data: list[str] = []
+        async for line in self._lines:
+            field, _, value = line.partition(":")
+            value = value.removeprefix(" ")
+            if line == "" and data:
+                return Sse(event, "\n".join(data), last)
+            if field == "" and line:
+                self.comments.append(value)
+            elif field == "event":
+                event = value
+            elif field == "data":
+                data.append(value)
+            elif field == "id":
+                last = value
+            elif field == "retry":
+                self.retry = int(value)
+        return None
+
+    async def until_comment(self) -> None:
+        """Read until a comment has arrived."""
+        async for line in self._lines:
+            if line.startswith(":"):
+                self.comments.append(line[1:])
+                return
+
+
+@asynccontextmanager
+async def reading(url: str, key: str | None = "acme-key", **options: Any) -> AsyncIterator[Reading]:
+    """Open a stream; the request must succeed."""
+    headers = {**options.pop("headers", {})}
+    if key is not None:
+        headers["Authorization"] = f"Bearer {key}"
+    async with (
+        httpx.AsyncClient(timeout=30) as client,
+        client.stream("GET", f"{url}/v1/subscribe", headers=headers, **options) as response,
+    ):
+        assert response.status_code == 200, await response.aread()
+        yield Reading(response)

@@ -1,0 +1,373 @@
+"""Streams over real HTTP: server-sent events, WebSockets, and who may open them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import jwt
+import pytest
+import websockets
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from tests.broker.serving import ACME, KEYS, OTHER, reading, served
+
+from moored.broker import ApiKeys, Broker, BrokerApp, Jwt, MemorySource
+
+pytestmark = pytest.mark.every_loop
+
+SECRET = "a secret of at least thirty-two bytes"
+
+
+class Stage:
+    """A broker with a source in memory, served over HTTP."""
+
+    def __init__(self, source: MemorySource, broker: Broker, url: str) -> None:
+        self.source = source
+        self.broker = broker
+        self.url = url
+
+    def publish(self, number: int, tenant: str = ACME, channel: str = "orders") -> None:
+        self.source.publish(channel, json.dumps({"org_id": tenant, "number": number}))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - another task changes it
+                await asyncio.sleep(0.01)
+
+    async def subscribers(self, number: int) -> None:
+        """Wait until so many streams are open."""
+        await self.until(lambda: self.broker.statistics().subscribers == number)
+
+    async def get(self, path: str, **headers: str) -> httpx.Response:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with httpx.AsyncClient() as client:
+            return await client.get(self.url + path, headers=names)
+
+
+@asynccontextmanager
+async def stage(
+    authenticate: Any = None, *, prefix: str = "", app: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[Stage]:
+    source = MemorySource()
+    async with Broker(source, channels=["orders", "refunds"], **options) as broker:
+        asgi: Any = BrokerApp(broker, authenticate or ApiKeys(KEYS), **(app or {}))
+        if prefix:
+            asgi = Starlette(routes=[Mount(prefix, asgi)])
+        async with served(asgi) as url:
+            yield Stage(source, broker, url + prefix)
+
+
+async def test_event_arrives_with_its_id_and_channel_and_only_at_its_tenant() -> None:
+    async with stage() as on, reading(on.url) as acme, reading(on.url, "other-key") as other:
+        await on.subscribers(2)
+        on.publish(1)
+        on.publish(2, OTHER, "refunds")
+        on.publish(3)
+        first, second = await acme.next(), await acme.next()
+        assert first is not None
+        assert second is not None
+        assert (first.event, first.json()) == ("orders", {"org_id": ACME, "number": 1})
+        assert second.json()["number"] == 3
+        assert first.id != second.id
+        found = await other.next()
+        assert found is not None
+        assert (found.event, found.json()["number"]) == ("refunds", 2)
+        assert acme.retry is not None
+        assert 1000 <= acme.retry <= 3000
+        headers = acme.response.headers
+        assert headers["content-type"].startswith("text/event-stream")
+        assert (headers["cache-control"], headers["x-accel-buffering"]) == ("no-cache", "no")
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+async def test_payload_of_several_lines_arrives_whole(end: str) -> None:
+    async with stage() as on, reading(on.url) as acme:
+        await on.subscribers(1)
+        on.source.publish("orders", f"one{end}{end}two", tenant=ACME)
+        found = await acme.next()
+        assert found is not None
+        assert found.data == "one\n\ntwo"
+
+
+@pytest.mark.parametrize("way", ["header", "query"])
+async def test_client_resumes_after_its_last_event(way: str) -> None:
+    async with stage() as on:
+        async with reading(on.url) as acme:
+            await on.subscribers(1)
+            on.publish(1)
+            first = await acme.next()
+        assert first is not None
+        await on.subscribers(0)
+        on.publish(2)
+        on.publish(3, OTHER)
+        on.publish(4)
+        given: dict[str, Any] = {"headers": {"Last-Event-ID": first.id}}
+        if way == "query":
+            given = {"params": {"last_event_id": first.id}}
+        async with reading(on.url, **given) as acme:
+            found = [await acme.next(), await acme.next()]
+            assert [each.json()["number"] for each in found if each is not None] == [2, 4]
+            on.publish(5)
+            last = await acme.next()
+            assert last is not None
+            assert last.json()["number"] == 5
+        await on.subscribers(0)
+        assert on.broker.statistics().replayed == 2
+
+
+async def test_client_with_an_unknown_or_too_old_id_gets_a_reset() -> None:
+    async with stage(history=2) as on:
+        async with reading(on.url) as acme:
+            await on.subscribers(1)
+            on.publish(1)
+            first = await acme.next()
+        assert first is not None
+        for number in range(2, 6):
+            on.publish(number)
+        for last in (first.id, "of-another-process"):
+            async with reading(on.url, headers={"Last-Event-ID": last}) as acme:
+                found = await acme.next()
+                assert found is not None
+                assert found.event == "reset"
+                assert found.id, "the next connection resumes after this id"
+                on.publish(9)
+                after = await acme.next()
+                assert after is not None
+                assert after.json()["number"] == 9
+        assert on.broker.statistics().resets == {"history": 2}
+
+
+async def test_gap_of_the_source_becomes_a_reset_that_clears_the_last_id() -> None:
+    async with stage() as on, reading(on.url) as acme:
+        await on.subscribers(1)
+        on.source.gap("the listener was away")
+        found = await acme.next()
+        assert found == ("reset", '{"reason": "the listener was away"}', "")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 401),
+        ({"authorization": "Bearer wrong"}, 401),
+        ({"authorization": "Basic acme-key"}, 401),
+        ({"x_api_key": "wrong"}, 401),
+    ],
+)
+async def test_stream_without_a_valid_token_is_refused(headers: Any, status: int) -> None:
+    async with stage() as on:
+        answer = await on.get(f"/v1/subscribe?tenant={ACME}&org_id={ACME}", **headers)
+        assert answer.status_code == status
+        assert answer.headers["www-authenticate"] == "Bearer"
+        assert "token" in answer.json()["error"]
+
+
+async def test_tenant_in_the_query_is_ignored() -> None:
+    asked = {"tenant": OTHER, "org_id": OTHER}
+    async with stage() as on, reading(on.url, params=asked) as acme:
+        await on.subscribers(1)
+        on.publish(1, OTHER)
+        on.publish(2, ACME)
+        found = await acme.next()
+        assert found is not None
+        assert found.json()["number"] == 2
+
+
+async def test_unknown_channel_is_not_found_and_a_known_one_filters() -> None:
+    async with stage() as on:
+        answer = await on.get("/v1/subscribe?channel=secrets", x_api_key="acme-key")
+        assert answer.status_code == 404
+        async with reading(on.url, params={"channel": "refunds"}) as acme:
+            await on.subscribers(1)
+            on.publish(1)
+            on.publish(2, channel="refunds")
+            found = await acme.next()
+            assert found is not None
+            assert found.json()["number"] == 2
+
+
+async def test_limits_of_streams_answer_429_and_503_with_retry_after() -> None:
+    async with stage(max_streams=2, max_streams_per_tenant=1) as on, reading(on.url):
+        await on.subscribers(1)
+        answer = await on.get("/v1/subscribe", x_api_key="acme-key")
+        assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (429, True)
+        async with reading(on.url, "other-key"):
+            await on.subscribers(2)
+            answer = await on.get("/v1/subscribe", x_api_key="other-key")
+            assert (answer.status_code, int(answer.headers["retry-after"]) > 0) == (503, True)
+        assert on.broker.statistics().refused == {"tenant": 1, "total": 1}
+
+
+async def test_broker_without_a_source_answers_503() -> None:
+    async with Broker(None, channels=["orders"]) as broker:
+        async with served(BrokerApp(broker, ApiKeys(KEYS))) as url, httpx.AsyncClient() as client:
+            answer = await client.get(f"{url}/v1/subscribe", headers={"X-API-Key": "acme-key"})
+        assert answer.status_code == 503
+        assert "off" in answer.json()["error"]
+
+
+async def test_ticket_opens_one_stream() -> None:
+    async with stage() as on, httpx.AsyncClient() as client:
+        headers = {"Authorization": "Bearer acme-key"}
+        assert (await client.post(f"{on.url}/v1/tickets")).status_code == 401
+        ticket = (await client.post(f"{on.url}/v1/tickets", headers=headers)).json()["ticket"]
+        async with reading(on.url, None, params={"ticket": ticket}) as acme:
+            await on.subscribers(1)
+            on.publish(1)
+            assert await acme.next() is not None
+        assert (await on.get(f"/v1/subscribe?ticket={ticket}")).status_code == 401
+
+
+async def test_cookie_is_accepted_from_the_same_and_from_named_origins_only() -> None:
+    origins = ["https://app.example"]
+    async with stage(app={"cookie": "session", "origins": origins}) as on:
+        cookie = "session=acme-key"
+        host = urlsplit(on.url).netloc
+        for headers, status in (
+            ({"origin": "https://evil.example"}, 403),
+            ({"sec_fetch_site": "cross-site"}, 403),
+            ({}, 403),
+        ):
+            answer = await on.get("/v1/subscribe", cookie=cookie, **headers)
+            assert answer.status_code == status
+        for allowed in (
+            {"Origin": "https://app.example"},
+            {"Sec-Fetch-Site": "same-origin"},
+            {"Origin": f"http://{host}"},
+        ):
+            async with reading(on.url, None, headers={"Cookie": cookie, **allowed}) as acme:
+                assert acme.response.status_code == 200
+
+
+async def test_cors_headers_name_the_allowed_origin_only() -> None:
+    async with stage(app={"origins": ["https://app.example"]}) as on, httpx.AsyncClient() as client:
+        url = f"{on.url}/v1/subscribe"
+        good = await client.options(url, headers={"Origin": "https://app.example"})
+        assert good.headers["access-control-allow-origin"] == "https://app.example"
+        assert "authorization" in good.headers["access-control-allow-headers"]
+        bad = await client.options(url, headers={"Origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in bad.headers
+
+
+async def test_stream_ends_when_its_token_expires() -> None:
+    def token(seconds: float, **claims: Any) -> str:
+        return jwt.encode({"exp": time.time() + seconds, **claims}, SECRET, algorithm="HS256")
+
+    async with stage(Jwt(SECRET)) as on:
+        for wrong in (
+            token(-5, org_id=ACME),
+            token(60),
+            jwt.encode({"org_id": ACME}, SECRET, algorithm="HS256"),
+            jwt.encode({"org_id": ACME, "exp": time.time() + 60}, "", algorithm="none"),
+            jwt.encode({"org_id": ACME, "exp": time.time() + 60}, SECRET + "x", algorithm="HS256"),
+        ):
+            answer = await on.get("/v1/subscribe", authorization=f"Bearer {wrong}")
+            assert answer.status_code == 401
+        async with reading(on.url, token(3, org_id=ACME)) as acme, asyncio.timeout(20):
+            await on.subscribers(1)
+            on.publish(1)
+            assert await acme.next() is not None
+            found = await acme.next()
+            assert found is not None
+            assert found.event == "expired"
+            assert await acme.next() is None
+
+
+async def test_idle_stream_sends_comments() -> None:
+    async with stage(app={"keepalive": 0.1}) as on, reading(on.url) as acme, asyncio.timeout(20):
+        await acme.until_comment()
+        assert acme.comments == ["keepalive"]
+
+
+async def test_client_that_hangs_up_is_removed() -> None:
+    async with stage() as on:
+        async with reading(on.url):
+            await on.subscribers(1)
+        await on.subscribers(0)
+
+
+def frozen(url: str, key: str = "acme-key") -> socket.socket:
+    """Open a stream whose client never reads."""
+    at = urlsplit(url)
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.connect((at.hostname, at.port))
+    line.sendall(
+        f"GET /v1/subscribe HTTP/1.1\r\nHost: {at.netloc}\r\nX-API-Key: {key}\r\n\r\n".encode()
+    )
+    return line
+
+
+async def test_frozen_client_is_disconnected_and_delays_nobody() -> None:
+    async with stage() as on:
+        with frozen(on.url):
+            async with reading(on.url) as acme, asyncio.timeout(60):
+                await on.subscribers(2)
+                numbers = 0
+                while on.broker.statistics().subscribers == 2 and numbers < 5000:
+                    numbers += 1
+                    payload = {"org_id": ACME, "number": numbers, "text": "x" * 10_000}
+                    on.source.publish("orders", json.dumps(payload))
+                    found = await acme.next()
+                    assert found is not None
+                    assert found.json()["number"] == numbers
+                assert on.broker.statistics().dropped == {"slow": 1}
+                assert on.broker.statistics().buffer_high_water == 64
+
+
+async def test_client_that_does_not_read_is_given_up_after_the_send_timeout() -> None:
+    async with stage(app={"send_timeout": 0.5}, slow="drop") as on:
+        with frozen(on.url):
+            await on.subscribers(1)
+            while on.broker.statistics().dropped.get("slow", 0) == 0:
+                on.source.publish("orders", json.dumps({"org_id": ACME, "text": "x" * 50_000}))
+                await asyncio.sleep(0)
+            await on.subscribers(0)
+
+
+async def test_drain_ends_all_streams_and_refuses_new_ones() -> None:
+    async with stage() as on, reading(on.url) as acme:
+        await on.subscribers(1)
+        on.publish(1)
+        await on.until(lambda: on.broker.statistics().delivered == 1)
+        await on.broker.drain(over=0.1)
+        assert await acme.next() is not None
+        assert await acme.next() is None
+        assert (await on.get("/v1/subscribe", x_api_key="acme-key")).status_code == 503
+
+
+async def test_app_can_be_mounted_under_a_prefix() -> None:
+    async with stage(prefix="/live") as on, reading(on.url) as acme:
+        await on.subscribers(1)
+        on.publish(1)
+        assert await acme.next() is not None
+        script = await on.get("/v1/subscribe.js")
+        assert script.headers["content-type"] == "text/javascript"
+        assert "export function subscribe" in script.text
+        assert (await on.get("/v1/nothing")).status_code == 404
+
+
+async def test_websocket_gets_the_same_events() -> None:
+    async with stage() as on:
+        url = on.url.replace("http:", "ws:") + "/v1/subscribe?channel=orders"
+        headers = {"Authorization": "Bearer acme-key"}
+        async with websockets.connect(url, additional_headers=headers) as line:
+            await on.subscribers(1)
+            on.publish(1)
+            found = json.loads(await line.recv())
+            assert (found["event"], json.loads(found["data"])["number"]) == ("orders", 1)
+        await on.subscribers(0)
+        on.publish(2)
+        again = f"{url}&last_event_id={found['id']}"
+        async with websockets.connect(again, additional_headers=headers) as line:
+            assert json.loads(json.loads(await line.recv())["data"])["number"] == 2
+        with pytest.raises(websockets.InvalidStatus):
+            await websockets.connect(url)
