@@ -231,7 +231,7 @@ def test_data_of_another_major_version_is_refused(place: Path) -> None:
 
 def test_a_second_server_on_one_directory_in_one_process_is_refused(place: Path) -> None:
     with Kept(place) as pg:
-        with pytest.raises(DataDirectoryInUse, match=f"in use by process {os.getpid()} ") as caught:
+        with pytest.raises(DataDirectoryInUse, match=f"in use by process {os.getpid()}:") as caught:
             Kept(place).start()
         assert caught.value.pid == os.getpid()
         assert sql(pg.url, "select 1") == [(1,)]
@@ -248,7 +248,7 @@ with SyncEmbeddedPostgres(sys.argv[1], options={"fsync": "off"}):
     with owner(program, str(place)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        with pytest.raises(DataDirectoryInUse, match=f"process {process.pid} \\(.*python.*\\)"):
+        with pytest.raises(DataDirectoryInUse, match=f"process {process.pid}:"):
             Kept(place).start()
         process.kill()
         process.wait()

@@ -255,14 +255,14 @@ def test_a_silent_database_is_unreachable_too() -> None:
     assert "timed out. Start it, or correct --database-url" in line
 
 
-def test_a_taken_port_is_one_line_that_names_who_has_it(service: Running) -> None:
+def test_a_taken_port_is_one_line_that_says_what_to_do(service: Running) -> None:
     port = service.url.rpartition(":")[2]
     ended = moored("serve", "--port", port)
     assert ended.returncode == 2
     assert ended.stdout == ""
     assert ended.stderr == (
-        f"moored: cannot listen on 127.0.0.1:{port}: the port is in use by pid "
-        f"{service.process.pid} (moored.cli serve). Stop it, or choose another with --port.\n"
+        f"moored: cannot listen on 127.0.0.1:{port}: the port is in use. Stop the program that "
+        "listens there (`ss -ltnp` names it), or choose another with --port.\n"
     )
 
 

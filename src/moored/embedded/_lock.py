@@ -12,8 +12,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from moored.kernel import program_of
-
 from ._descriptors import OwnedDescriptor
 from ._errors import DataDirectoryInUse, EmbeddedError
 from ._files import open_file
@@ -102,7 +100,7 @@ class _LockHolder:
         except ProcessLookupError:
             return False
         except PermissionError:
-            return True
+            pass  # a process of another user
         return True
 
     def __str__(self) -> str:
@@ -111,10 +109,7 @@ class _LockHolder:
                 f"the server of process {self.pid}, which has died: "
                 "wait until that server has stopped"
             )
-        return (
-            f"process {self.pid}{_command(self.pid)}: stop that one, use its server, "
-            "or choose another data_dir"
-        )
+        return f"process {self.pid}: stop that one, use its server, or choose another data_dir"
 
 
 def _birth(pid: int) -> str:
@@ -124,10 +119,3 @@ def _birth(pid: int) -> str:
     except OSError:
         return ""
     return "" if state == "Z" else fields[18]
-
-
-def _command(pid: int | None) -> str:
-    try:
-        return f" ({program_of(Path(f'/proc/{pid}/cmdline').read_bytes())})"
-    except OSError:
-        return ""

@@ -54,7 +54,7 @@ from ._threads import in_thread, run_callback, start_thread
 from ._timers import Timers, sleep_until
 from ._tree import Tree
 from ._waiting import all_of, cut_socket, first_of, patiently, uncancelled
-from ._words import counted, describe, duration, program_of, refuse, unmet
+from ._words import counted, describe, duration, refuse, unmet
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Supervision
@@ -112,7 +112,6 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "describe",
     "duration",
     "forget_frames",
-    "program_of",
     "refuse",
     "unmet",
     # Extras

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from pathlib import PurePath
 from typing import Any
 
 from ._secrets import SECRETS
@@ -16,7 +15,6 @@ __all__ = [
     "describe",
     "duration",
     "plain",
-    "program_of",
     "refuse",
     "shorten",
     "unmet",
@@ -74,18 +72,6 @@ def duration(seconds: float) -> str:
 def counted(number: int, thing: str) -> str:
     """Return a number with its noun: "1 key", "2 keys"."""
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
-
-
-def program_of(command_line: bytes) -> str:
-    """Return the name and subcommand of a program, without its options: they may hold secrets."""
-    words = [word.decode(errors="replace") for word in command_line.split(b"\0") if word]
-    if words and PurePath(words[0]).name.startswith("python"):
-        rest = words[2:] if words[1:2] == ["-m"] else words[1:]
-        words = words[:1] if not rest or rest[0].startswith("-") else rest
-    shown = [PurePath(word).name if place == 0 else word for place, word in enumerate(words[:2])]
-    if len(shown) == 2 and not shown[1].replace("-", "").isalpha():
-        shown.pop()
-    return " ".join(word for word in shown if not word.startswith("-"))
 
 
 def refuse(subject: str, mistakes: Iterable[str]) -> None:

@@ -5,7 +5,7 @@
     MooredError
     ├── ConfigError              all mistakes in the configuration (the kernel's class)
     └── ServiceError             the service cannot start, or cannot continue
-        ├── CannotListen         the address cannot be bound; names its holder if that is known
+        ├── CannotListen         the address cannot be bound
         └── DatabaseUnreachable  PostgreSQL cannot be reached at its address
 """
 

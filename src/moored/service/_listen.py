@@ -1,20 +1,14 @@
-"""The listening sockets, bound before anything else starts; errors name the holder of the port."""
+"""The listening sockets, bound before anything else starts."""
 
 from __future__ import annotations
 
 import errno
-import os
 import socket
-import sys
-from collections.abc import Iterable
-from pathlib import Path
-
-from moored.kernel import program_of
 
 from ._connections import BACKLOG
 from ._errors import CannotListen
 
-__all__ = ["holder_of", "listen", "listening_inodes"]
+__all__ = ["listen"]
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -68,58 +62,12 @@ def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.sock
 def _why(host: str, port: int, error: OSError) -> str:
     what = f"cannot listen on [{host}]:{port}" if ":" in host else f"cannot listen on {host}:{port}"
     if error.errno == errno.EADDRINUSE:
-        by = f" by {holder}" if (holder := holder_of(port)) else ""
-        return f"{what}: the port is in use{by}. Stop it, or choose another with --port."
+        return (
+            f"{what}: the port is in use. Stop the program that listens there (`ss -ltnp` names "
+            "it), or choose another with --port."
+        )
     if error.errno == errno.EACCES:
         return f"{what}: this user may not bind port {port}. Choose one above 1023 with --port."
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{what}: this machine does not have this address. Choose another with --host."
     return f"{what}: {error.strerror}. Choose another address with --host and --port."
-
-
-def holder_of(port: int) -> str | None:
-    """Return the process that listens on a port: "pid 812 (moored serve)"; None if unknown."""
-    if sys.platform != "linux":
-        return None
-    inodes: set[str] = set()
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            inodes |= listening_inodes(Path(table).read_text(), port)
-        except OSError:
-            pass  # a kernel without IPv6
-    pid = _owner({f"socket:[{inode}]" for inode in inodes}) if inodes else None
-    if pid is None:
-        return None  # a process of another user, which only root can inspect
-    try:
-        program = program_of(Path(f"/proc/{pid}/cmdline").read_bytes())
-    except OSError:
-        return f"pid {pid}"
-    return f"pid {pid} ({program})" if program else f"pid {pid}"
-
-
-def listening_inodes(table: str, port: int) -> set[str]:
-    """Return the inodes of the sockets that listen on a port, from the text of /proc/net/tcp."""
-    listening = "0A"
-    found = set()
-    for line in table.splitlines()[1:]:
-        columns = line.split()
-        if columns[3] == listening and int(columns[1].rpartition(":")[2], 16) == port:
-            found.add(columns[9])
-    return found
-
-
-def _owner(links: Iterable[str]) -> int | None:
-    wanted = set(links)
-    # The lowest pid first: a parent is named before the children that share its socket.
-    for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit()):
-        try:
-            descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-        except OSError:
-            continue  # the process has ended, or belongs to another user
-        for descriptor in descriptors:
-            try:
-                if os.readlink(descriptor) in wanted:
-                    return pid
-            except OSError:
-                continue  # closed meanwhile
-    return None
