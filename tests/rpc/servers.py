@@ -9,11 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import Program
 from tests.servers import free_port
 
 __all__ = ["EchoServer", "make_authority", "make_certificate", "make_stubs"]
-
-PROGRAM = Path(__file__).with_name("echo_program.py")
 
 PROTO = """
 syntax = "proto3";
@@ -59,7 +58,7 @@ class EchoServer:
         ]
         self._more += ["--strict"] if strict else []
         self._more += ["--mutual"] if mutual else []
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Program | None = None
 
     @property
     def address(self) -> str:
@@ -77,13 +76,7 @@ class EchoServer:
     def start(self) -> None:
         """Start it, and wait until it serves."""
         assert self._process is None
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM), "--port", str(self.port), *self._more],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self._process.stdout is not None
+        self._process = Program("tests.rpc.echo_program", "--port", str(self.port), *self._more)
         if self._process.stdout.readline() != "ready\n":
             self.kill()
             raise AssertionError(f"the server has not started on {self.address}")
@@ -93,11 +86,8 @@ class EchoServer:
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
+        with process:
+            process.kill()
 
     def __enter__(self) -> EchoServer:
         self.start()

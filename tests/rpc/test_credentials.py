@@ -19,7 +19,8 @@ from moored.rpc import (
     intercept_aio_channel,
     retry_on_rpc_failure,
 )
-from moored.rpc._refusals import Refusals, explained
+from moored.rpc._refusals import Refusals
+from moored.rpc._secrets import safe_text, secrets_of
 
 from .handlers import ACCEPT, ECHO, FAIL, METADATA
 from .servers import EchoServer
@@ -370,23 +371,6 @@ def test_only_one_of_many_refusals_starts_a_refresh() -> None:
         ((("authorization-bin", b"secret"),), "no *** for *** of *** (OSError)"),
     ],
 )
-def test_explanation_of_a_failed_refresh_hides_secrets(known: Any, expected: str) -> None:
-    class Known:
-        def metadata(self) -> Any:
-            return known
-
+def test_text_of_an_error_hides_secrets(known: Any, expected: str) -> None:
     error = OSError("no secret for root of password")
-    assert explained(error, Known(), "root:password") == expected
-
-
-def test_explanation_is_the_type_alone_if_secrets_are_unknown() -> None:
-    class Later:
-        async def metadata(self) -> Any:
-            return ()
-
-    class Broken:
-        def metadata(self) -> Any:
-            raise OSError
-
-    for credentials in (Later(), Broken()):
-        assert explained(OSError("a secret"), credentials, "") == "OSError"
+    assert safe_text(error, secrets_of("root:password", known)) == expected

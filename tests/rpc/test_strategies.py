@@ -460,6 +460,7 @@ def test_channel_created_after_a_close_is_followed_again(side: Flavour) -> None:
     strategy = side.strategy(fetch_topology=source, refresh_every=0.05)
     side.close(strategy, Managed("a:1", handler=side(strategy.create_handler, GLOBAL)))
     deadline = time.monotonic() + 10
+    assert strategy._refresher is not None
     following = strategy._refresher.task
     while not following.done() and time.monotonic() < deadline:
         time.sleep(0.01)

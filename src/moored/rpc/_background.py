@@ -26,8 +26,7 @@ from ._grpc_internals import is_connected
 from ._live_channel import LiveChannel
 from ._managed import ManagedConnection
 from ._manager_options import ManagerOptions, unavailable
-from ._refusals import explained
-from ._secrets import hidden, safe_text, same_kind, secrets_of, without_secrets
+from ._secrets import hidden, safe_text, secrets_of, without_secrets
 from ._tls_hints import with_hint
 from ._verdicts import Verdict, judge, raised, where
 from .topology._follower import Follower
@@ -353,8 +352,7 @@ class Background:
             with self._lock:
                 counters.credential_refresh_failures += 1
             try:
-                sent = handler._sent.lately
-                why = explained(error, handler._credentials, managed.config.token, *sent)
+                why = safe_text(error, _secrets(managed))
                 self._recorder.record(
                     name, "the credentials were not refreshed", kind="failure", cause=why
                 )
@@ -462,12 +460,8 @@ def _error_and_text(
     managed: Managed, error: Exception, verdict: Verdict, *, made: bool
 ) -> tuple[BaseException, str]:
     """Return the error to keep and the text to log, also for an error that cannot be printed."""
-    try:
-        secrets = _secrets(managed)
-        # An error before there is a channel comes from the user's program, not from the server.
-        found = with_hint(managed.config, error, known=managed.generation > 0) if made else error
-        kept = without_secrets(found, secrets)
-        return kept, hidden(where(error, verdict), secrets) or safe_text(kept, secrets)
-    except Exception:
-        kind = type(error).__name__
-        return same_kind(error, kind), kind
+    secrets = _secrets(managed)
+    # An error before there is a channel comes from the user's program, not from the server.
+    found = with_hint(managed.config, error, known=managed.generation > 0) if made else error
+    kept = without_secrets(found, secrets)
+    return kept, hidden(where(error, verdict), secrets) or safe_text(kept, secrets)

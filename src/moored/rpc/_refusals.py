@@ -10,14 +10,9 @@ Invariants:
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import Any
-
 from moored.kernel import Backoff
 
-from ._secrets import safe_text, secrets_of
-
-__all__ = ["Refusals", "explained"]
+__all__ = ["Refusals"]
 
 
 class Refusals:
@@ -70,20 +65,3 @@ class Refusals:
     def __repr__(self) -> str:
         state = "refreshing" if self.refreshing else "refused" if self.refused else "in use"
         return f"<Refusals: credential {self.number}, {state}>"
-
-
-def explained(error: BaseException, credentials: Any, token: str, *sent: Any) -> str:
-    """Return why a refresh failed, without the known secrets.
-
-    :param sent: the metadata of earlier calls.
-    """
-    try:
-        known = credentials.metadata()
-    except Exception:
-        known = None
-    if not isinstance(known, (tuple, list)):
-        with suppress(Exception):
-            if hasattr(known, "close"):  # a coroutine, which is not awaited here
-                known.close()
-        return type(error).__name__
-    return safe_text(error, secrets_of(token, known, *sent))

@@ -73,7 +73,9 @@ def unusable(details: str) -> ConfigError | None:
 
 def _details(error: Any) -> str:
     """Return gRPC's details of an error, whose `str` is much longer."""
-    found = error
     with suppress(Exception):  # others may mean something else by this name
-        found = error.details() if callable(getattr(error, "details", None)) else error
-    return str(found or "")
+        if callable(getattr(error, "details", None)):
+            return str(error.details() or "")
+    with suppress(Exception):  # its text cannot be read
+        return str(error)
+    return ""

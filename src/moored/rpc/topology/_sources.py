@@ -14,7 +14,6 @@ import socket
 import ssl
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import replace
@@ -27,6 +26,7 @@ from moored.kernel import (
     BackoffExhausted,
     Clock,
     Deadline,
+    Secrets,
     counted,
     describe,
     run_callback,
@@ -35,7 +35,6 @@ from moored.kernel import (
 
 from .._config import ConnectionConfig, redacted, sendable, split_uri
 from .._errors import ConfigError, TopologyError, TopologyRefused
-from .._secrets import hidden
 from ._http import Answer, Get, NoHttpAnswer, place_of
 from ._topology import Capability, Member, Topology, parse_topology
 
@@ -52,8 +51,6 @@ T = TypeVar("T")
 PATH = "/global-cluster/topology"
 TIMEOUT = 10.0
 ATTEMPTS = 3
-#: The number of tokens to remember, to hide them where a server repeats them.
-KEPT = 8
 
 #: What a user's function may return: a topology, or the current members.
 Found: TypeAlias = Topology | Iterable[Member | str]
@@ -108,8 +105,8 @@ class HttpTopology(TopologySource):
         if not callable(token):
             _sendable(token)
         self._place = place_of(_url(uri))
-        # The recently sent tokens, and the refused one.
-        self._sent: deque[str] = deque(maxlen=KEPT)
+        # The sent tokens, to hide them where a server repeats them, and the refused one.
+        self._sent = Secrets()
         self._refused: str | None = None
         self._timeout = timeout
         self._attempts = attempts
@@ -151,9 +148,9 @@ class HttpTopology(TopologySource):
             try:
                 return self._read(await _awaited(get.future, limit), token)
             except TimeoutError:
-                self.trouble = self._hidden(f"no answer within {limit:.1f} s")
+                self.trouble = self._sent.hide(f"no answer within {limit:.1f} s")
             except NoHttpAnswer as error:
-                self.trouble = self._hidden(str(error))
+                self.trouble = self._sent.hide(str(error))
             finally:
                 get.give_up()
             failures.append(self.trouble)
@@ -174,8 +171,7 @@ class HttpTopology(TopologySource):
     def _token(self) -> str:
         """Return the token to send, and remember it."""
         token = _sendable(self._token_now())
-        if token and token not in self._sent:
-            self._sent.append(token)
+        self._sent.add(token)
         return token
 
     def _get(self, token: str) -> Get:
@@ -214,11 +210,7 @@ class HttpTopology(TopologySource):
         except TopologyError as error:
             wrong = str(error)
         # Outside of the except clause: the error's context may repeat the token.
-        raise TopologyError(f"{answer.place}: {self._hidden(wrong)}")
-
-    def _hidden(self, text: str) -> str:
-        """Return the text without tokens: a server may repeat them."""
-        return hidden(text, tuple(self._sent))
+        raise TopologyError(f"{answer.place}: {self._sent.hide(wrong)}")
 
     def __repr__(self) -> str:
         return f"<HttpTopology {self._place}>"
