@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .._content import Text
@@ -63,46 +64,34 @@ ELSEWHERE: Final = frozenset((0x9C, 0x9D))
 REFUSED: Final = 2
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MqttDialogue(Dialogue):
     """One link of one session."""
 
-    __slots__ = (
-        "_arrived",
-        "_asked",
-        "_frames",
-        "_held",
-        "_largest",
-        "_left",
-        "_memory",
-        "_phase",
-        "_plan",
-        "_present",
-        "_ready",
-        "_retain",
-        "_window",
-    )
+    _plan: Plan
+    _memory: MqttMemory
+    _frames: PacketFrames = field(init=False)
+    _phase: str = "connecting"
+    _window: int = field(init=False)
+    # The largest packet that the server accepts, and whether it supports retained messages.
+    _largest: int = packets.LARGEST
+    _retain: bool = True
+    # Requests without a SUBACK or UNSUBACK yet, by packet id: the filters, and the query.
+    _asked: dict[int, tuple[list[str], str | None]] = field(default_factory=dict)
+    _ready: Ready = field(init=False)
+    # Whether the server has kept the session.
+    _present: bool = False
+    # Unacknowledged publishes of the last link that the receive maximum holds back.
+    _held: list[int] = field(default_factory=list)
+    # Unacknowledged messages in order: packet id -> QoS, negated once handled, and less by REFUSED
+    # if the answer is an error.
+    _arrived: dict[int, int] = field(default_factory=dict)
+    # Whether the server has exceeded OVERRUN.
+    _left: bool = False
 
-    def __init__(self, plan: Plan, memory: MqttMemory) -> None:
-        self._plan = plan
-        self._memory = memory
-        self._frames = PacketFrames(plan.max_packet_size)
-        self._phase = "connecting"
-        self._window = plan.window
-        # The largest packet that the server accepts, and whether it supports retained messages.
-        self._largest = packets.LARGEST
-        self._retain = True
-        # Requests without a SUBACK or UNSUBACK yet, by packet id: the filters, and the query.
-        self._asked: dict[int, tuple[list[str], str | None]] = {}
-        self._ready = Ready()
-        # Whether the server has kept the session.
-        self._present = False
-        # Unacknowledged publishes of the last link that the receive maximum holds back.
-        self._held: list[int] = []
-        # Unacknowledged messages in order: packet id -> QoS, negated once handled, and less by
-        # REFUSED if the answer is an error.
-        self._arrived: dict[int, int] = {}
-        # Whether the server has exceeded OVERRUN.
-        self._left = False
+    def __post_init__(self) -> None:
+        self._frames = PacketFrames(self._plan.max_packet_size)
+        self._window = self._plan.window
 
     @property
     def room(self) -> int:

@@ -17,6 +17,7 @@ import contextlib
 import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from moored.kernel import KeyedWorkers
@@ -78,44 +79,24 @@ class _Hold:
 _RecordWorkers: TypeAlias = KeyedWorkers[tuple[str, str], Change | bytes | _Hold | None, _Done]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Records:
-    """The records of one profile in a storage.
+    """The records of one profile in a storage."""
 
-    :param on_corrupt: called for each record that cannot be read.
-    :param may_write: nothing is written while this returns False.
-    :param max_queue: the most changes that may wait for one record; one more raises `QueueFull`.
-    """
-
-    __slots__ = (
-        "_closed",
-        "_max_queue",
-        "_may_write",
-        "_on_corrupt",
-        "_workers",
-        "corrupt",
-        "profile",
-        "storage",
-    )
-
-    def __init__(
-        self,
-        storage: Storage,
-        profile: str,
-        *,
-        on_corrupt: Callable[[Corruption], object] | None = None,
-        may_write: Callable[[], bool] | None = None,
-        max_queue: int = 1000,
-    ) -> None:
-        self.storage = storage
-        self.profile = profile
-        #: The number of times that a record could not be read.
-        self.corrupt = 0
-        self._on_corrupt = on_corrupt
-        self._may_write = may_write
-        self._max_queue = max_queue
-        # Created with the first change: most profiles are only read.
-        self._workers: _RecordWorkers | None = None
-        self._closed = False
+    storage: Storage
+    profile: str
+    _: KW_ONLY
+    #: Called for each record that cannot be read.
+    on_corrupt: Callable[[Corruption], object] | None = None
+    #: Nothing is written while this returns False.
+    may_write: Callable[[], bool] | None = None
+    #: The most changes that may wait for one record; one more raises `QueueFull`.
+    max_queue: int = 1000
+    #: The number of times that a record could not be read.
+    corrupt: int = field(default=0, init=False)
+    # Created with the first change: most profiles are only read.
+    _workers: _RecordWorkers | None = field(default=None, init=False)
+    _closed: bool = field(default=False, init=False)
 
     async def get(self, namespace: str, key: str) -> bytes | None:
         """Return the record as last written, or None; a damaged one is treated as missing."""
@@ -209,7 +190,7 @@ class Records:
         if self._closed:
             raise StorageError(SESSION_ENDED)
         if self._workers is None:
-            self._workers = KeyedWorkers(self._apply, name="records", max_queue=self._max_queue)
+            self._workers = KeyedWorkers(self._apply, name="records", max_queue=self.max_queue)
         return self._workers
 
     async def _apply(self, place: tuple[str, str], work: Change | bytes | _Hold | None) -> _Done:
@@ -242,7 +223,7 @@ class Records:
             await self.storage.put(self.profile, namespace, key, value)
 
     def _check_lease(self) -> None:
-        if self._may_write is not None and not self._may_write():
+        if self.may_write is not None and not self.may_write():
             raise StorageError(
                 "the lease of this profile is lost: another process may be changing its records"
             )
@@ -254,10 +235,10 @@ class Records:
             kept = await self.storage.set_aside(self.profile, namespace, key)
         except StorageError as failure:
             log.error("a damaged record could not be copied: %s", failure)
-        if self._on_corrupt is None:
+        if self.on_corrupt is None:
             return
         try:
-            self._on_corrupt(Corruption(namespace, key, str(error), kept))
+            self.on_corrupt(Corruption(namespace, key, str(error), kept))
         except Exception:
             log.exception("on_corrupt failed")
 
