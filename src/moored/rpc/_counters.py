@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 
 __all__ = ["Counters", "Ledger"]
 
@@ -14,40 +14,32 @@ MAX_ADDRESSES = 1000
 OTHERS = "others"
 
 
+def _count(text: str) -> int:
+    """Return the field of a counter; `text` is the help of its metric."""
+    return field(default=0, metadata={"help": text})
+
+
 @dataclass(slots=True)
 class Counters:
     """The counters of one address, or of all; each only grows."""
 
-    #: Channels that were connected and used.
-    connects: int = 0
-    #: Failed attempts to connect.
-    connect_failures: int = 0
-    #: Times that a broken connection was replaced.
-    recoveries: int = 0
-    #: Probes of idle connections, before their checkout, that were answered.
-    probes_healthy: int = 0
-    #: Probes that were not answered.
-    probes_unhealthy: int = 0
-    #: Channels that were replaced because of their age.
-    renewals: int = 0
-    #: Moves of a connection to another member of the topology.
-    moves: int = 0
-    #: Successful topology fetches.
-    topology_fetches: int = 0
-    #: Failed topology fetches.
-    topology_fetch_failures: int = 0
-    #: Successful refreshes of refused credentials.
-    credential_refreshes: int = 0
-    #: Failed refreshes of refused credentials.
-    credential_refresh_failures: int = 0
-    #: UNAVAILABLE answers over a live connection, which was kept.
-    unavailable_answers: int = 0
-    #: Ignored errors of replaced connections.
-    stale_errors: int = 0
-    #: Calls that waited for a connection.
-    calls_waited: int = 0
-    #: Calls that were not sent: no connection within their timeout.
-    calls_unsent: int = 0
+    connects: int = _count("Channels that were connected and used.")
+    connect_failures: int = _count("Failed attempts to connect.")
+    recoveries: int = _count("Times that a broken connection was replaced.")
+    probes_healthy: int = _count(
+        "Probes of idle connections, before their checkout, that were answered."
+    )
+    probes_unhealthy: int = _count("Probes that were not answered.")
+    renewals: int = _count("Channels that were replaced because of their age.")
+    moves: int = _count("Moves of a connection to another member of the topology.")
+    topology_fetches: int = _count("Successful topology fetches.")
+    topology_fetch_failures: int = _count("Failed topology fetches.")
+    credential_refreshes: int = _count("Successful refreshes of refused credentials.")
+    credential_refresh_failures: int = _count("Failed refreshes of refused credentials.")
+    unavailable_answers: int = _count("UNAVAILABLE answers over a live connection, which was kept.")
+    stale_errors: int = _count("Ignored errors of replaced connections.")
+    calls_waited: int = _count("Calls that waited for a connection.")
+    calls_unsent: int = _count("Calls that were not sent: no connection within their timeout.")
 
     def add(self, other: Counters) -> None:
         """Add the numbers of other counters to these."""

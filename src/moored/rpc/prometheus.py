@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import fields
 from typing import TypeAlias
 
 from moored.kernel.prometheus import Metric, SourceCollector, counter, gauge
@@ -29,19 +30,9 @@ Source: TypeAlias = AsyncConnectionManager | ConnectionManager
 PREFIX = "moored_rpc_"
 
 _COUNTERS = {
-    "connects": "Channels that were connected and used.",
-    "connect_failures": "Failed attempts to connect.",
-    "recoveries": "Times that a broken connection was replaced.",
-    "renewals": "Channels that were replaced because of their age.",
-    "moves": "Moves of a connection to another member of the topology.",
-    "topology_fetches": "Successful topology fetches.",
-    "topology_fetch_failures": "Failed topology fetches.",
-    "credential_refreshes": "Successful refreshes of refused credentials.",
-    "credential_refresh_failures": "Failed refreshes of refused credentials.",
-    "unavailable_answers": "UNAVAILABLE answers over a live connection, which was kept.",
-    "stale_errors": "Ignored errors of replaced connections.",
-    "calls_waited": "Calls that waited for a connection.",
-    "calls_unsent": "Calls that were not sent: no connection within their timeout.",
+    each.name: each.metadata["help"]
+    for each in fields(Counters)
+    if not each.name.startswith("probes_")
 }
 
 
