@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moored.kernel import Backoff, Clock, Machine, Recorder, Supervisor, counted, describe
+from moored.kernel import Clock, Machine, Supervisor, counted, describe
 from moored.leases import Lease
 
 from ._content import ConnectionUpdate, Incoming, SenderCrash
@@ -34,85 +35,61 @@ __all__ = ["SessionRuntime"]
 MEMORY = ("protocol", "memory")
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class SessionRuntime:
     """The parts of one session, which report to each other through it."""
 
-    __slots__ = (
-        "_changes",
-        "_last_update",
-        "clock",
-        "closing_links",
-        "connect_timeout",
-        "connection",
-        "core",
-        "counts",
-        "credentials",
-        "lease",
-        "memory",
-        "name",
-        "offline",
-        "owner",
-        "profile",
-        "protocol",
-        "recorder",
-        "records",
-        "sends",
-        "session",
-        "sink",
-        "stop_requested",
-        "tree",
-    )
+    owner: Sessions
+    profile: str
+    protocol: Protocol
+    name: str
+    records: Records
+    steps: InitVar[Sequence[tuple[str, Step]]]
+    inbound_steps: InitVar[Sequence[tuple[str, InboundStep]]]
+    provider: InitVar[CredentialsProvider | None]
+    is_offline: InitVar[bool]
+    clock: Clock = field(init=False)
+    #: The public object.
+    session: Session = field(init=False)
+    core: SessionCore = field(init=False)
+    counts: SessionCounts = field(default_factory=SessionCounts)
+    sends: Sends = field(init=False)
+    #: The stand-in for the server with `offline=True`; otherwise None.
+    offline: OfflineServer | None = field(init=False)
+    sink: Sink = field(init=False)
+    #: The state that the protocol keeps from one link to the next.
+    memory: Any = field(init=False)
+    credentials: Credentials = field(init=False)
+    lease: Lease | None = None
+    #: The connection that runs now; the supervisor replaces it after a crash.
+    connection: Connection | None = None
+    closing_links: ClosingLinks = field(default_factory=ClosingLinks)
+    tree: Supervisor | None = None
+    #: Whether the user has stopped the session, before it ended by itself.
+    stop_requested: bool = False
+    _last_update: ConnectionUpdate | None = None
+    _changes: list[asyncio.Future[None]] | None = None
 
-    def __init__(
+    def __post_init__(
         self,
-        owner: Sessions,
-        profile: str,
-        protocol: Protocol,
-        *,
-        name: str,
-        records: Records,
         steps: Sequence[tuple[str, Step]],
         inbound_steps: Sequence[tuple[str, InboundStep]],
-        backoff: Backoff,
-        clock: Clock,
-        recorder: Recorder,
-        connect_timeout: float,
-        events: int,
-        credentials: CredentialsProvider | None,
-        offline: bool,
+        provider: CredentialsProvider | None,
+        is_offline: bool,
     ) -> None:
-        self.owner = owner
-        self.profile = profile
-        self.protocol = protocol
-        self.name = name
-        self.records = records
-        self.clock = clock
-        self.recorder = recorder
-        self.connect_timeout = connect_timeout
-        #: The public object.
+        owner, protocol = self.owner, self.protocol
+        self.clock = owner._clock
         self.session = Session(self)
-        machine = Machine(name, CHART, clock=clock, recorder=recorder, history=0)
-        self.core = SessionCore(machine, backoff)
-        self.counts = SessionCounts()
+        machine = Machine(self.name, CHART, clock=self.clock, recorder=owner.recorder, history=0)
+        self.core = SessionCore(machine, owner._backoff.fresh())
         self.sends = Sends(self, [*protocol.steps, *steps])
-        #: The stand-in for the server with `offline=True`; otherwise None.
-        self.offline = OfflineServer(self, checks=not steps) if offline else None
+        self.offline = OfflineServer(self, checks=not steps) if is_offline else None
         inbound = [*protocol.inbound_steps, *inbound_steps]
-        returns = protocol.redelivers != "never" and not offline
-        queue = EventQueue(profile, events, returns=returns, outlives=protocol.outlives)
+        returns = protocol.redelivers != "never" and not is_offline
+        queue = EventQueue(self.profile, owner._events, returns, protocol.outlives)
         self.sink = Sink(queue, InboundSteps(self.session, inbound) if inbound else None)
-        #: The state that the protocol keeps from one link to the next.
         self.memory = protocol.remember()
-        self.credentials = Credentials(self, credentials)
-        self.lease: Lease | None = None
-        #: The connection that runs now; the supervisor replaces it after a crash.
-        self.connection: Connection | None = None
-        self.closing_links = ClosingLinks()
-        self.tree: Supervisor | None = None
-        #: Whether the user has stopped the session, before it ended by itself.
-        self.stop_requested = False
-        self._last_update: ConnectionUpdate | None = None
-        self._changes: list[asyncio.Future[None]] | None = None
+        self.credentials = Credentials(self, provider)
 
     @property
     def link(self) -> Link | None:
@@ -208,7 +185,7 @@ class SessionRuntime:
 
     def record(self, text: str, *, kind: str = "info", cause: BaseException | None = None) -> None:
         """Record an event of the session in the recorder."""
-        self.recorder.record(self.name, text, kind=kind, cause=cause)
+        self.owner.recorder.record(self.name, text, kind=kind, cause=cause)
 
     def changed(self) -> None:
         """Report a change of the state, and wake the callers of `until`."""

@@ -235,21 +235,9 @@ class Sessions:
             on_corrupt=partial(self._corrupt, profile),
             may_write=partial(self._has_lease, profile) if self._leasing.needed else None,
         )
+        path = f"{self._root.path}/{name}"
         runtime = SessionRuntime(
-            self,
-            profile,
-            protocol,
-            name=f"{self._root.path}/{name}",
-            records=records,
-            steps=steps,
-            inbound_steps=inbound_steps,
-            backoff=self._backoff.fresh(),
-            clock=self._clock,
-            recorder=self.recorder,
-            connect_timeout=self._connect_timeout,
-            events=self._events,
-            credentials=credentials,
-            offline=offline,
+            self, profile, protocol, path, records, steps, inbound_steps, credentials, offline
         )
         runtime.session.attach(on_event)
         self._runtimes[profile] = runtime

@@ -113,7 +113,7 @@ class Connection:
         try:
             # Without the timeout: waiting for the rate limit is not the server's fault.
             await runtime.before_dial()
-            async with asyncio.timeout(runtime.connect_timeout) as limit:
+            async with asyncio.timeout(runtime.owner._connect_timeout) as limit:
                 self._greeted = loop.create_future()
                 await self._open(generation)
                 while not (done := await self._greeted):
@@ -124,7 +124,7 @@ class Connection:
                         # A person must answer the login step.
                         limit.reschedule(loop.time() + LOGIN_TIMEOUT)
         except TimeoutError:
-            waited = f"{runtime.connect_timeout:g} s"
+            waited = f"{runtime.owner._connect_timeout:g} s"
             self._failed(generation, f"{self.endpoint} has not answered in time ({waited})")
         except LeaseRefused as error:
             self._refuse(CloseClass.TAKEOVER, str(error))

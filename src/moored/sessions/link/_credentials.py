@@ -50,7 +50,7 @@ class Credentials:
         source = "the storage" if provider is None else "the credentials function"
         found: object = self.value
         try:
-            async with asyncio.timeout(runtime.connect_timeout):
+            async with asyncio.timeout(runtime.owner._connect_timeout):
                 if provider is not None:
                     found = await awaited(provider(runtime.profile))
                 else:
