@@ -10,15 +10,12 @@ from typing import Any
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from psycopg import pq, sql
 from psycopg.types.multirange import Multirange
 from psycopg.types.range import Range
 from tests.postgres.recording import NULL, TOAST, Recorder, Value, binary, row, texts
 
 from moored.postgres import UNCHANGED, Column, DecodeError, Relation, ReplicaIdentity
-from moored.postgres.decode import _texts as written
 from moored.postgres.decode._checks import SIZES
 from moored.testing import scaled, stress_threads
 
@@ -97,18 +94,6 @@ def test_shapes_change_from_row_to_row() -> None:
             known.get(value[0], "7" if place == 1 else 7) for place, value in enumerate(values)
         ]
         assert read(relation, *values) == wanted, number
-
-
-def test_more_shapes_than_are_kept() -> None:
-    """Seven nullable columns have 128 shapes, which exceed the limit."""
-    relation = table(*[INT4] * 7)
-    for _ in range(2):
-        for nulls in itertools.product([False, True], repeat=7):
-            values = [NULL if null else int4(place) for place, null in enumerate(nulls)]
-            assert read(relation, *values) == [
-                None if null else place for place, null in enumerate(nulls)
-            ]
-            assert len(relation._shapes) <= 64
 
 
 def test_rows_of_different_shapes_in_threads() -> None:
@@ -263,22 +248,6 @@ UNSOUND = {
     "numeric of nothing": (NUMERIC, b""),
     "numeric without its digits": (NUMERIC, bytes.fromhex("0002 0000 0000 0000 0007")),
     "numeric of an unknown sign": (NUMERIC, bytes.fromhex("0001 0000 1111 0000 0007")),
-    "jsonb of another version": (3802, b"\2{}"),
-    "jsonb of nothing": (3802, b""),
-    "path without its points": (602, b"\1\0\0\0\2" + bytes(16)),
-    "polygon without its points": (604, b"\0\0\0\2" + bytes(16)),
-    "bits of another number": (1562, b"\0\0\0\x09\xff"),
-    "minus one bits": (1562, b"\xff\xff\xff\xff"),
-    "tsvector that ends early": (3614, b"\0\0\0\1word\0\0\2\0\1"),
-    "tsvector with more": (3614, b"\0\0\0\1word\0\0\0more"),
-    "tsvector without end": (3614, b"\0\0\0\1word"),
-    "tsquery that ends early": (3615, b"\0\0\0\1"),
-    "tsquery with more": (3615, b"\0\0\0\1\1\0\0word\0more"),
-    "tsquery of two": (3615, b"\0\0\0\2" + b"\1\0\0word\0" * 2),
-    "tsquery without an operand": (3615, b"\0\0\0\2\2\2\1\0\0word\0"),
-    "tsquery of an unknown operator": (3615, b"\0\0\0\1\2\7"),
-    "time after midnight": (1083, struct.pack("!q", 86_400_000_001)),
-    "snapshot that ends early": (5038, b"\0\0\0\1" + bytes(16)),
     "inet of an unknown family": (869, b"\x09\x20\0\4\1\2\3\4"),
 }
 
@@ -294,18 +263,6 @@ def test_an_invalid_binary_value_is_an_error(oid: int, data: bytes) -> None:
         read(table(oid), binary(data))
 
 
-@given(
-    st.sampled_from([oid for oid in written.BY_OID if oid not in SIZES]),
-    st.binary(max_size=60),
-)
-def test_random_bytes_are_a_value_or_an_error(oid: int, data: bytes) -> None:
-    try:
-        (value,) = read(table(oid), binary(data))
-    except DecodeError:
-        return
-    assert isinstance(value, str)
-
-
 def test_values_of_record_types_are_not_parsed() -> None:
     """The loaders of records do not check their input."""
     assert read(table(2249), binary(b"\0\0\0\1\0\0\0\x17\0\0\0\0")) == [
@@ -314,44 +271,29 @@ def test_values_of_record_types_are_not_parsed() -> None:
     assert read(table(2249), *texts("(")) == ["("]
 
 
-# -- types that Python has nothing for -----------------------------------------------------------
+# -- types that psycopg has no binary loader for ------------------------------------------------
 
 
 def test_fixed_sizes_are_those_of_the_server(postgres_url: str) -> None:
+    """Of the types that are loaded: a loader would read beyond a value of another size."""
     with psycopg.connect(postgres_url) as connection:
         fixed = connection.execute(
             "select oid::int, typlen from pg_type "
             "where typtype = 'b' and typlen > 0 and typsend <> 0 and oid < 10000 "
-            "and typname <> 'name'"
+            "and typname not in ('name', 'char')"
         ).fetchall()
-    assert dict(fixed) == SIZES
+    loaded = psycopg.adapters.get_loader
+    assert {oid: size for oid, size in fixed if loaded(oid, pq.Format.BINARY)} == SIZES
 
 
-def test_no_built_in_type_is_left_as_bytes(postgres_url: str) -> None:
-    """But those that the server keeps for its statistics and plans, which no table can hold."""
-    with psycopg.connect(postgres_url) as connection:
-        sendable = connection.execute(
-            "select oid::int, typname from pg_type "
-            "where typtype in ('b', 'r', 'm') and typsend <> 0 and typrelid = 0 "
-            "and typelem = 0 and oid < 10000"
-        ).fetchall()
-    known = psycopg.adapters
-    left = {
-        name
-        for oid, name in sendable
-        if known.get_loader(oid, pq.Format.BINARY) is None and oid not in written.BY_OID
-    }
-    assert all(name.startswith("pg_") for name in left), left
-    assert len(left) < 10
-
-
-def test_reg_types_in_binary_format_are_numbers() -> None:
-    """A regclass is a number, and only the catalogue knows its name."""
-    assert read(table(2205), binary(struct.pack("!I", 16400))) == ["16400"]
-
-
-def test_xml_and_cursors_are_strings() -> None:
-    assert read(table(142, 1790), binary("<a>é</a>".encode()), binary(b"c")) == ["<a>é</a>", "c"]
+def test_types_without_a_binary_loader_are_bytes() -> None:
+    oids = {600: bytes(16), 2205: struct.pack("!I", 16400), 142: b"<a/>", 3614: b"\0\0\0\0"}
+    found = read(table(*oids), *map(binary, oids.values()))
+    assert found == list(oids.values())
+    assert read(table(18, 1002), binary(b"\xff"), binary(array(18, [1], b"\0\0\0\1\xff"))) == [
+        b"\xff",
+        [b"\xff"],
+    ]
 
 
 # -- values that Python cannot hold --------------------------------------------------------------
@@ -402,12 +344,16 @@ def test_an_unrepresentable_value_is_the_string_that_the_server_writes(postgres_
         marks = sql.SQL(", ").join(sql.Placeholder() * len(types))
         values = [value for _, value in UNHELD]
         recorder.connection.execute(sql.SQL("insert into t values ({})").format(marks), values)
-        for form in ("false", "true"):
-            (found,) = recorder.inserted(slot, binary=form)
-            for (name, value), (column, got) in zip(UNHELD, found.items(), strict=True):
-                query = sql.SQL("select {}::text from t").format(sql.Identifier(column))
-                (want,) = recorder.connection.execute(query).fetchone() or (None,)
-                assert got == want, (form, name, value)
+        (text,) = recorder.inserted(slot)
+        (found,) = recorder.inserted(slot, binary="true")
+        for (name, value), column in zip(UNHELD, text, strict=True):
+            query = sql.SQL("select {}::text from t").format(sql.Identifier(column))
+            (want,) = recorder.connection.execute(query).fetchone() or (None,)
+            assert text[column] == want, (name, value)
+            if "infinity" in value and name != "interval":
+                assert found[column] == want, (name, value)
+            else:
+                assert isinstance(found[column], bytes), (name, value)
 
 
 def test_within_an_array_or_a_range_only_that_element_is_a_string(postgres_url: str) -> None:
@@ -438,67 +384,3 @@ def test_other_values_beside_an_unrepresentable_one_are_unaffected() -> None:
 
 def test_a_text_value_that_cannot_be_loaded_stays_a_string() -> None:
     assert read(table(INT4RANGES), *texts("{[1,")) == ["{[1,"]
-
-
-quickly = settings(
-    max_examples=scaled(40, least=3),
-    deadline=None,
-    phases=[Phase.generate],
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-
-
-@quickly
-@given(st.lists(st.integers(-2_451_545, 2_145_031_948), min_size=50, max_size=50))
-def test_dates_of_all_ages(shared: psycopg.Connection[Any], days: list[int]) -> None:
-    found = shared.execute(
-        "select ('2000-01-01'::date + day)::text from unnest(%s::int[]) day", [days]
-    )
-    assert [written.date_text(struct.pack("!i", day)) for day in days] == [t for (t,) in found]
-
-
-@quickly
-@given(st.lists(st.integers(-211_813_488_000_000_000, 9_223_371_331_199_999_999), min_size=50))
-def test_timestamps_of_all_ages(shared: psycopg.Connection[Any], times: list[int]) -> None:
-    parts = [divmod(time, 86_400_000_000) for time in times]
-    found = shared.execute(
-        "select ('2000-01-01'::date + day + time * interval '1 microsecond')::text "
-        "from unnest(%s::int[], %s::bigint[]) _(day, time)",
-        [[day for day, _ in parts], [time for _, time in parts]],
-    )
-    assert [written.timestamp_text(struct.pack("!q", t)) for t in times] == [t for (t,) in found]
-
-
-@quickly
-@given(
-    st.lists(
-        st.tuples(
-            st.integers(-(2**31) + 1, 2**31 - 2), st.integers(-(2**31) + 1, 2**31 - 2),
-            st.integers(-(10**15), 10**15),
-        ),
-        min_size=50,
-    )
-)  # fmt: skip
-def test_intervals_of_all_lengths(
-    shared: psycopg.Connection[Any], spans: list[tuple[int, int, int]]
-) -> None:
-    found = shared.execute(
-        "select (make_interval(months => m, days => d) + t * interval '1 microsecond')::text "
-        "from unnest(%s::int[], %s::int[], %s::int8[]) _(m, d, t)",
-        [list(each) for each in zip(*spans, strict=True)],
-    )
-    packed = [struct.pack("!qii", time, days, months) for months, days, time in spans]
-    assert [written.interval_text(data) for data in packed] == [t for (t,) in found]
-
-
-@quickly
-@given(st.lists(st.floats(), min_size=100))
-def test_floats_of_all_sizes(shared: psycopg.Connection[Any], numbers: list[float]) -> None:
-    found = shared.execute("select n::text from unnest(%s::float8[]) n", [numbers])
-    assert [written._float(number) for number in numbers] == [text for (text,) in found]
-
-
-@pytest.fixture
-def shared(postgres_url: str) -> Any:
-    with psycopg.connect(postgres_url, autocommit=True) as connection:
-        yield connection

@@ -23,19 +23,14 @@ Check = Callable[[bytes], None]
 _head = struct.Struct("!iiI").unpack_from
 _size = struct.Struct("!i").unpack_from
 
-#: The size of a type's binary values, where it is fixed, by oid.
+#: The size of the binary values of types that psycopg loads, where it is fixed, by oid.
 SIZES: dict[int, int] = {
-    **dict.fromkeys((16, 18), 1),  # bool, "char"
+    16: 1,  # bool
     21: 2,  # int2
-    **dict.fromkeys((23, 26, 28, 29, 700, 1082), 4),  # int4, oid, xid, cid, float4, date
-    **dict.fromkeys((24, 2202, 2203, 2204, 2205, 2206, 3734, 3769, 4089, 4096, 4191), 4),  # reg*
-    **dict.fromkeys((27, 829), 6),  # tid, macaddr
-    **dict.fromkeys((20, 701, 774, 790), 8),  # int8, float8, macaddr8, money
-    **dict.fromkeys((1083, 1114, 1184, 3220, 5069), 8),  # time, timestamp(tz), pg_lsn, xid8
+    **dict.fromkeys((23, 26, 700, 1082), 4),  # int4, oid, float4, date
+    **dict.fromkeys((20, 701, 1083, 1114, 1184), 8),  # int8, float8, time, timestamp(tz)
     1266: 12,  # timetz
-    **dict.fromkeys((600, 1186, 2950), 16),  # point, interval, uuid
-    **dict.fromkeys((628, 718), 24),  # line, circle
-    **dict.fromkeys((601, 603), 32),  # lseg, box
+    **dict.fromkeys((1186, 2950), 16),  # interval, uuid
 }
 
 _types = list(psycopg.adapters.types)
@@ -44,8 +39,7 @@ _types = list(psycopg.adapters.types)
 _ARRAY_FORM = rb'\{(?:(?<=[{,])\{|[},]|[^"\\{},]|(?<=[{,])"(?:[^"\\]|\\.)*+"(?=[},]))*+'
 #: box[]: its elements are separated by semicolons.
 _BOXES = 1020
-# int2vector and oidvector have the format of arrays.
-_ARRAYS = {22: 21, 30: 26} | {each.array_oid: each.oid for each in _types if each.array_oid}
+_ARRAYS = {each.array_oid: each.oid for each in _types if each.array_oid}
 _RANGES = {each.oid: each.subtype_oid for each in _types if isinstance(each, RangeInfo)}
 _MULTIRANGES = {each.oid: each.range_oid for each in _types if isinstance(each, MultirangeInfo)}
 

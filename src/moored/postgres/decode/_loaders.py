@@ -1,7 +1,7 @@
 """The loaders that convert the bytes of values to Python objects.
 
-Most of them are psycopg's, many in C. Values of types that psycopg leaves as bytes become the
-string that PostgreSQL would write.
+They are psycopg's, many in C, but for intervals. Values of types for which psycopg has no loader
+are strings in text format, and bytes in binary format.
 """
 
 from __future__ import annotations
@@ -11,16 +11,14 @@ import re
 import struct
 from collections.abc import Callable
 from datetime import timedelta
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import psycopg
-from psycopg import abc, pq
+from psycopg import pq
 from psycopg.adapt import AdaptersMap, Buffer, Loader, Transformer
 
-from . import _texts
-
-__all__ = ["lenient_transformer", "transformer"]
+__all__ = ["loader"]
 
 _BINARY, _TEXT = pq.Format.BINARY, pq.Format.TEXT
 _INTERVAL = 1186
@@ -28,56 +26,45 @@ _INTERVAL_FORM = re.compile(
     rb"(?:([-+]?\d+) years? ?)?(?:([-+]?\d+) mons? ?)?(?:([-+]?\d+) days? ?)?"
     rb"(?:([-+])?(\d+):(\d+):(\d+)(?:\.(\d+))?)?"
 )
-#: No column has these types, and their loaders do not check their input.
-_NO_COLUMNS = 2249, 2287  # record, record[]
+#: The types with values that Python cannot represent (infinity, the year 12000, 24:00, a number in
+#: JSON beyond Python's limit of digits): json, jsonb, and all types of times.
+_TOO_LARGE = 114, 3802, 1082, 1083, 1114, 1184, _INTERVAL, 1266
+#: Values that are not loaded: of a "char" that may not be UTF-8, and of records, which no column
+#: has, and whose loaders do not check their input.
+_UNLOADED = (18, _BINARY), (2249, _BINARY), (2249, _TEXT), (2287, _BINARY), (2287, _TEXT)
 
 
-def transformer() -> abc.Transformer:
-    """Return psycopg's loaders, with strings for types that psycopg leaves as bytes."""
-    return Transformer(_adapters())
+@cache
+def loader(oid: int, form: pq.Format, *, lenient: bool) -> Callable[[bytes], Any]:
+    """Return the function that loads the values of a type.
 
-
-def lenient_transformer() -> abc.Transformer:
-    """Return loaders that convert values which Python cannot represent to strings; slower."""
-    return Transformer(_lenient_adapters())
+    :param lenient: leave a value that Python cannot represent as it is, instead of raising; slower.
+    """
+    adapters = _lenient_adapters() if lenient else _adapters()
+    return Transformer(adapters).get_loader(oid, form).load
 
 
 @cache
 def _adapters() -> AdaptersMap:
     adapters = AdaptersMap(psycopg.adapters)
-    for oid, text_of in _texts.BY_OID.items():
-        # Keep a loader that the user has registered.
-        if oid == 18 or adapters.get_loader(oid, _BINARY) is None:
-            adapters.register_loader(oid, _writes(text_of))
     adapters.register_loader(_INTERVAL, _IntervalLoader)
     adapters.register_loader(_INTERVAL, _IntervalBinaryLoader)
-    for oid in _NO_COLUMNS:
-        for form in (_BINARY, _TEXT):
-            unknown = adapters.get_loader(0, form)
-            assert unknown is not None
-            adapters.register_loader(oid, unknown)
+    for oid, form in _UNLOADED:
+        unknown = adapters.get_loader(0, form)
+        assert unknown is not None
+        adapters.register_loader(oid, unknown)
     return adapters
 
 
 @cache
 def _lenient_adapters() -> AdaptersMap:
     adapters = AdaptersMap(_adapters())
-    for oid, text_of in _TOO_LARGE.items():
-        for form, to_text in ((_TEXT, bytes.decode), (_BINARY, text_of)):
-            loader = adapters.get_loader(oid, form)
-            assert loader is not None
-            adapters.register_loader(oid, _lenient(loader, form, to_text))
+    for oid in _TOO_LARGE:
+        for form in (_TEXT, _BINARY):
+            strict = adapters.get_loader(oid, form)
+            assert strict is not None
+            adapters.register_loader(oid, _lenient(strict, form))
     return adapters
-
-
-def _writes(text_of: Callable[[bytes], str]) -> type[Loader]:
-    class Written(Loader):
-        format = _BINARY
-
-        def load(self, data: Buffer) -> str:
-            return text_of(bytes(data))
-
-    return Written
 
 
 # psycopg loads an infinite interval as an empty one, and loses digits of a long one.
@@ -111,7 +98,7 @@ def _span(months: int, days: int, microseconds: int) -> timedelta:
     return timedelta(days=days + (whole if months > 0 else -whole), microseconds=microseconds)
 
 
-def _lenient(strict: Any, form: pq.Format, text_of: Callable[[bytes], str]) -> type[Loader]:
+def _lenient(strict: Any, form: pq.Format) -> type[Loader]:
     class Lenient(Loader):
         format = form
 
@@ -125,20 +112,12 @@ def _lenient(strict: Any, form: pq.Format, text_of: Callable[[bytes], str]) -> t
             except (json.JSONDecodeError, UnicodeDecodeError):
                 raise
             except (psycopg.DataError, ValueError, OverflowError, RecursionError):
-                return text_of(bytes(data))
+                return _infinity_or_bytes(bytes(data)) if form is _BINARY else bytes(data).decode()
 
     return Lenient
 
 
-#: The types with values that Python cannot represent (infinity, the year 12000, 24:00, a number in
-#: JSON beyond Python's limit of digits), with the function that writes their text.
-_TOO_LARGE: dict[int, Callable[[bytes], str]] = {
-    114: bytes.decode,  # json
-    3802: _texts.versioned_text,  # jsonb
-    1082: _texts.date_text,
-    1083: _texts.time_text,
-    1114: _texts.timestamp_text,
-    1184: partial(_texts.timestamp_text, zone="+00"),
-    _INTERVAL: _texts.interval_text,
-    1266: _texts.timetz_text,
-}
+def _infinity_or_bytes(data: bytes) -> str | bytes:
+    """Return infinity or -infinity for the greatest and the smallest date or timestamp."""
+    bits, number = 8 * len(data) - 1, int.from_bytes(data, signed=True)
+    return {2**bits - 1: "infinity", -(2**bits): "-infinity"}.get(number, data)

@@ -4,25 +4,38 @@ Decoding rows is most of the cost of a consumer, and most of that is not the loa
 Python's overhead: loops, lists, a dict from two sequences. Code that is generated for the columns
 of one table has none of that, and takes half the time.
 
-The generated code handles only usual rows: each value is null or has the format that was seen
-before, and Python can represent it. Any other row is passed to the general reader, which handles
-every row and reports errors.
+The generated code handles only usual rows: each value is null, unchanged or has the format that was
+seen before, and Python can represent it. Any other row is passed to the general reader, which
+handles every row and reports errors.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from enum import Enum
+from typing import Any, Final, NamedTuple
 
-__all__ = ["MOST_COLUMNS", "ColumnRecipe", "row_reader", "whole_reader"]
+__all__ = ["MOST_COLUMNS", "UNCHANGED", "ColumnRecipe", "row_reader", "whole_reader"]
 
 #: For more columns than this, the generated code would be too long to pay off.
 MOST_COLUMNS = 300
 
 _size = struct.Struct("!I").unpack_from
 _head = struct.Struct("!BI").pack
-_NULL = ord("n")
+_NULL, _UNCHANGED = b"nu"
+
+
+class Unchanged(Enum):
+    """The value of a large column that an update did not change: PostgreSQL does not send it."""
+
+    UNCHANGED = "unchanged"
+
+    def __repr__(self) -> str:
+        return "UNCHANGED"
+
+
+UNCHANGED: Final = Unchanged.UNCHANGED
 
 
 class _Unusual(Exception):
@@ -65,8 +78,12 @@ def _generate(
     check_end: str,
     more: str = "",
 ) -> Any:
-    names: dict[str, Any] = {"size_of": _size, "otherwise": otherwise, "Unusual": _Unusual}
-    lines = [f"at = begin + {len(start)}", f"if data[begin:at] != {start!r}: {_UNUSUAL}"]
+    names: dict[str, Any] = {"size_of": _size, "otherwise": otherwise}
+    names |= {"Unusual": _Unusual, "UNCHANGED": UNCHANGED}
+    lines = [
+        f"at = begin + {len(start)}; unsent = ()",
+        f"if data[begin:at] != {start!r}: {_UNUSUAL}",
+    ]
     values = []
     for place, recipe in enumerate(recipes):
         lines += _cut(place, recipe)
@@ -78,7 +95,11 @@ def _generate(
         if recipe.check is not None:
             names[f"check_{place}"] = recipe.check
             lines.append(f"if v{place} is not None: check_{place}(v{place})")
-    lines.append(f"return {{{', '.join(values)}}}{more}")
+    lines += [
+        f"row = {{{', '.join(values)}}}",
+        "if unsent: row.update(dict.fromkeys(unsent, UNCHANGED))",
+        f"return row{more}",
+    ]
     body = "\n".join(f"        {line}" for line in lines)
     source = f"""def read(data, begin):
     try:
@@ -109,5 +130,6 @@ def _cut(place: int, recipe: ColumnRecipe) -> list[str]:
         f"if kind == {recipe.kind}:",
         f"    v = at + 5; at = v + size_of(data, at + 1)[0]; v{place} = data[v:at]",
         f"elif kind == {_NULL}: v{place} = None; at += 1",
+        f"elif kind == {_UNCHANGED}: v{place} = None; at += 1; unsent += ({recipe.name!r},)",
         f"else: {_UNUSUAL}",
     ]
