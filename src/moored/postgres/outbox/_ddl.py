@@ -1,0 +1,269 @@
+"""The tables and functions of an outbox, as SQL: for `install()` and for migration tools.
+
+- `outbox`: the events, in partitions by the time of insertion, so that retention drops whole
+  partitions. Everything up to (`floor_xid`, `floor_id`) of `outbox_state` counts as dropped.
+- `outbox_cursors`: the position of each consumer.
+- `outbox_publish(channel, payload, tenant)`: publish from any language. A plain INSERT does the
+  same: a trigger wakes the consumers.
+- `outbox_capture()`: a trigger that publishes every change of a table.
+- `outbox_partitions()` and `outbox_prune()`: the upkeep, which `Outbox` runs in the background.
+"""
+
+from __future__ import annotations
+
+from typing import LiteralString
+
+from psycopg import sql
+
+__all__ = ["VERSION", "capture", "ddl", "grants", "uncapture", "wake_channel"]
+
+#: The version of the tables and functions; install() replaces older functions.
+VERSION = 1
+
+_TABLES = """
+create table if not exists {schema}.outbox (
+    id bigint generated always as identity,
+    xid xid8 not null default pg_current_xact_id(),
+    tenant text,
+    channel text not null,
+    payload text not null,
+    at timestamptz not null default clock_timestamp()
+) partition by range (at);
+create index if not exists outbox_order on {schema}.outbox (xid, id);
+-- Only used if the upkeep has not run for days: an INSERT never fails for want of a partition.
+create table if not exists {schema}.outbox_default partition of {schema}.outbox default;
+create table if not exists {schema}.outbox_cursors (
+    consumer text primary key,
+    cursor text not null,
+    stored timestamptz not null default clock_timestamp()
+);
+create table if not exists {schema}.outbox_state (
+    version int not null,
+    floor_xid xid8 not null default '0',
+    floor_id bigint not null default 0,
+    single bool primary key default true check (single)
+);
+insert into {schema}.outbox_state (version) values ({version})
+    on conflict (single) do update set version = excluded.version;
+"""
+
+_FUNCTIONS = """
+create or replace function {schema}.outbox_publish(
+    channel text, payload text, tenant text default null
+) returns void language plpgsql as $$
+begin
+    insert into {schema}.outbox (channel, payload, tenant) values ($1, $2, $3);
+end $$;
+
+create or replace function {schema}.outbox_notify() returns trigger language plpgsql as $$
+begin
+    -- Without a payload, so that the server folds the notifications of a transaction into one.
+    perform pg_notify({channel}, '');
+    return null;
+end $$;
+
+-- The arguments of the trigger are the channel and, if given, the column with the tenant.
+create or replace function {schema}.outbox_capture() returns trigger language plpgsql
+security definer set search_path = pg_catalog, pg_temp as $$
+declare
+    before json := row_to_json(old);
+    after json := row_to_json(new);
+begin
+    insert into {schema}.outbox (channel, tenant, payload) values (
+        TG_ARGV[0],
+        coalesce(after, before) ->> TG_ARGV[1],
+        json_build_object('op', lower(TG_OP), 'table', TG_TABLE_SCHEMA || '.' || TG_TABLE_NAME,
+            'old', before, 'new', after)::text
+    );
+    return null;
+end $$;
+
+-- Move a consumer's cursor, if it is where the consumer has left it. Otherwise raise, so that the
+-- caller's transaction does not commit.
+create or replace function {schema}.outbox_store(name text, old_cursor text, new_cursor text)
+returns void language plpgsql as $$
+begin
+    update {schema}.outbox_cursors set cursor = new_cursor, stored = clock_timestamp()
+    where consumer = name and cursor = old_cursor;
+    if not found then
+        raise exception 'the cursor of consumer "%" was moved or removed', name
+            using errcode = 'MO001', hint = 'another process consumes under this name, or a '
+                'transaction that had stored the cursor was rolled back: consume again';
+    end if;
+end $$;
+
+-- Create the partitions of the next periods. ATTACH does not wait for publishers, which CREATE
+-- TABLE … PARTITION OF would do.
+create or replace function {schema}.outbox_partitions(
+    every interval default '1 day', ahead int default 3
+) returns int language plpgsql security definer
+set search_path = pg_catalog, pg_temp set timezone = 'UTC' set lock_timeout = '500ms' as $$
+declare
+    origin constant timestamptz := '2000-01-01';
+    stray constant timestamptz := (select max(at) from {schema}.outbox_default);
+    starts timestamptz;
+    name text;
+    created int := 0;
+begin
+    if not pg_try_advisory_xact_lock(hashtextextended({lock}, 0)) then
+        return 0;
+    end if;
+    -- After a dump was loaded into another server, rows may have xids that are still to come here.
+    update {schema}.outbox set xid = pg_current_xact_id() where xid > pg_current_xact_id();
+    update {schema}.outbox_state set floor_xid = '0', floor_id = 0
+    where floor_xid > pg_current_xact_id();
+    select greatest(date_bin(every, now(), origin), date_bin(every, stray, origin) + every,
+        max(ends)) into starts from {schema}.outbox_parts;
+    while starts < now() + ahead * every loop
+        name := 'outbox_' || to_char(starts, 'YYYYMMDD_HH24MISS');
+        execute format('create table {schema}.%I (like {schema}.outbox including defaults '
+            'including storage)', name);
+        execute format('alter table {schema}.outbox attach partition {schema}.%I '
+            'for values from (%L) to (%L)', name, starts, starts + every);
+        starts := starts + every;
+        created := created + 1;
+    end loop;
+    return created;
+exception when lock_not_available then
+    return 0;
+end $$;
+
+-- Drop partitions that are older than `retain`, and then the oldest ones until the rest has at most
+-- `max_bytes`; never the current one. Returns null if an open transaction prevents it: the
+-- publishers that queue behind this function wait for half a second at most.
+create or replace function {schema}.outbox_prune(retain interval, max_bytes bigint default null)
+returns int language plpgsql security definer
+set search_path = pg_catalog, pg_temp set timezone = 'UTC' set lock_timeout = '500ms' as $$
+declare
+    oldest constant timestamptz := now() - retain;
+    part text;
+    parts text[];
+    last record;
+begin
+    if not pg_try_advisory_xact_lock(hashtextextended({lock}, 0)) then
+        return 0;
+    end if;
+    parts := array(
+        select name::text
+        from (
+            select name, ends, sum(bytes) over (order by ends desc nulls first) as with_newer
+            from {schema}.outbox_parts
+        ) as p
+        where ends < now() and (ends <= oldest or with_newer > max_bytes)
+        order by ends
+    );
+    if (select max(at) from {schema}.outbox_default) < oldest then
+        parts := array_append(parts, {default});
+    end if;
+    foreach part in array parts loop
+        -- The parent first, as every reader and publisher does, so that no deadlock is possible.
+        lock table only {schema}.outbox in access exclusive mode;
+        execute format('lock table %s in access exclusive mode', part);
+        execute format('select xid, id from %s order by xid desc, id desc limit 1', part)
+            into last;
+        update {schema}.outbox_state set floor_xid = last.xid, floor_id = last.id
+        where (floor_xid, floor_id) < (last.xid, last.id);
+        execute format(case part when {default} then 'truncate %s' else 'drop table %s' end, part);
+    end loop;
+    return cardinality(parts);
+exception when lock_not_available then
+    return null;
+end $$;
+revoke execute on function {schema}.outbox_partitions, {schema}.outbox_prune from public;
+"""
+
+# Without an end: the default partition.
+_PARTS = """
+create or replace view {schema}.outbox_parts as
+select c.oid::regclass as name, pg_total_relation_size(c.oid) as bytes,
+    substring(pg_get_expr(c.relpartbound, c.oid) from 'TO \\(''([^'']+)''\\)')::timestamptz as ends
+from pg_inherits i join pg_class c on c.oid = i.inhrelid
+where i.inhparent = {outbox}::regclass;
+"""
+
+_NOTIFY = """
+create or replace trigger outbox_notify after insert on {schema}.outbox
+    for each statement execute function {schema}.outbox_notify();
+"""
+_SILENT = """
+drop trigger if exists outbox_notify on {schema}.outbox;
+"""
+_FIRST = """
+select {schema}.outbox_partitions();
+"""
+
+_GRANTS = """
+grant usage on schema {schema} to {role};
+grant select, insert on {schema}.outbox to {role};
+grant select, insert, update, delete on {schema}.outbox_cursors to {role};
+grant select on {schema}.outbox_state, {schema}.outbox_parts to {role};
+grant execute on function {schema}.outbox_partitions, {schema}.outbox_prune to {role};
+"""
+
+_CAPTURE = """
+create or replace trigger moored_outbox_capture after insert or update or delete on {table}
+    for each row execute function {schema}.outbox_capture({arguments});
+create or replace trigger moored_outbox_truncate after truncate on {table}
+    for each statement execute function {schema}.outbox_capture({arguments});
+"""
+_UNCAPTURE = """
+drop trigger if exists moored_outbox_capture on {table};
+drop trigger if exists moored_outbox_truncate on {table};
+"""
+
+
+def ddl(schema: str = "moored", *, notify: bool = True) -> str:
+    """Return the statements that create an outbox, or bring an older one up to date.
+
+    :param notify: whether each publishing transaction wakes the consumers by NOTIFY, for which it
+        takes a lock that the whole server shares.
+    """
+    trigger: LiteralString = _NOTIFY if notify else _SILENT
+    return _filled(
+        "create schema if not exists {schema};" + _TABLES + _PARTS + _FUNCTIONS + trigger + _FIRST,
+        schema,
+    )
+
+
+def grants(role: str, schema: str = "moored") -> str:
+    """Return the statements that let a role publish, consume and run the upkeep."""
+    return _filled(_GRANTS, schema, role=sql.Identifier(role))
+
+
+def capture(table: str, channel: str, tenant_column: str | None, schema: str = "moored") -> str:
+    """Return the statements that publish each change of a table from now on."""
+    given = [channel] if tenant_column is None else [channel, tenant_column]
+    arguments = sql.SQL(", ").join(map(sql.Literal, given))
+    return _filled(_CAPTURE, schema, table=_table(table), arguments=arguments)
+
+
+def uncapture(table: str, schema: str = "moored") -> str:
+    """Return the statements that end the capture of a table."""
+    return _filled(_UNCAPTURE, schema, table=_table(table))
+
+
+def wake_channel(schema: str) -> str:
+    """Return the channel of NOTIFY that wakes the consumers of an outbox."""
+    return f"{schema}_outbox"
+
+
+def _table(name: str) -> sql.Identifier:
+    return sql.Identifier(*name.split("."))
+
+
+def _filled(text: LiteralString, schema: str, **parts: sql.Composable) -> str:
+    return (
+        sql.SQL(text)
+        .format(
+            schema=sql.Identifier(schema),
+            outbox=sql.Literal(sql.Identifier(schema, "outbox").as_string(None)),
+            default=sql.Literal(sql.Identifier(schema, "outbox_default").as_string(None)),
+            channel=sql.Literal(wake_channel(schema)),
+            lock=sql.Literal(f"moored.outbox/{schema}"),
+            version=sql.Literal(VERSION),
+            **parts,
+        )
+        .as_string(None)
+        .strip()
+        + "\n"
+    )

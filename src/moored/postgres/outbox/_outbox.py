@@ -1,0 +1,342 @@
+"""`Outbox`: events that are published with the caller's transaction, and consumed without gaps."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, NamedTuple, Self, TypeVar
+from weakref import WeakSet
+
+import psycopg
+
+from moored.kernel import (
+    SECRETS,
+    Child,
+    Clock,
+    Context,
+    Recorder,
+    Supervisor,
+    Tree,
+    describe,
+    refuse,
+    unmet,
+)
+from moored.reservoir import AsyncConnectionPool
+
+from .._errors import PostgresError
+from ..consume import Reset
+from . import _ddl
+from ._consumer import TEMPORARY, OutboxConsumer
+from ._cursor import Cursor
+from ._publish import check_schema, publish
+from ._reader import Connections, OutboxEvent, Reader
+from ._status import OutboxStatus, read_status
+from ._wakes import Wakes, WakeUps
+
+__all__ = ["Batch", "Outbox", "Upkeep"]
+
+log = logging.getLogger("moored.postgres")
+
+#: Seconds between two runs of the upkeep, and after one that an open transaction has prevented.
+UPKEEP_EVERY, UPKEEP_AGAIN = 600.0, 60.0
+#: Seconds between two queries of the state, for metrics and warnings.
+WATCH_EVERY = 15.0
+#: A transaction that holds events back for so many seconds is logged.
+HELD_TOO_LONG = 60.0
+#: Connections of an outbox that was given a URL.
+POOL_SIZE = 4
+
+_DAY = 86400.0
+
+T = TypeVar("T")
+
+
+class Batch(NamedTuple):
+    """Events after a cursor, in the total order, and where to continue."""
+
+    events: list[OutboxEvent]
+    #: Pass it as `after` to the next `read()`.
+    cursor: str
+    #: Set if events may be missing between `after` and these events.
+    reset: Reset | None
+
+
+class Upkeep(NamedTuple):
+    """The result of one run of the upkeep."""
+
+    #: Partitions that were created for the next periods.
+    created: int
+    #: Partitions that were dropped by the retention; None if an open transaction prevented it.
+    dropped: int | None
+
+
+class Outbox:
+    """Events in a table, published in the caller's own transaction and read without gaps.
+
+    :param source: a pool of psycopg connections (of `moored.reservoir` or psycopg_pool), a
+        `Postgres`, or a URL; it may lead to a pooler in transaction mode.
+    :param listener: a `Listener`, whose notifications wake the consumers. Without one, and while
+        it is down, consumers read every second, otherwise every 30 s as well.
+    :param schema: where the tables are.
+    :param retain: how long events are kept, in seconds. A consumer that is further behind gets a
+        `Reset`. None leaves the upkeep, also new partitions, to others (`moored outbox prune`).
+    :param max_bytes: drop the oldest partitions beyond this size, except the current one.
+    :param partition: the period of one partition, in seconds: what is dropped at once.
+    :param show_queries: report the last statement, without literals, of a transaction that holds
+        events back; only if none but operators can read the report.
+    """
+
+    def __init__(
+        self,
+        source: str | Connections,
+        *,
+        listener: WakeUps | None = None,
+        schema: str = "moored",
+        retain: float | None = 7 * _DAY,
+        max_bytes: int | None = None,
+        partition: float = _DAY,
+        show_queries: bool = False,
+        clock: Clock | None = None,
+        recorder: Recorder | None = None,
+    ) -> None:
+        refuse(
+            "Outbox",
+            unmet(
+                ("retain", retain, retain is None or retain > 0, "> 0 s, or None"),
+                ("max_bytes", max_bytes, max_bytes is None or max_bytes > 0, "> 0, or None"),
+                ("partition", partition, partition >= 1.0, "at least 1 s"),
+            ),
+        )
+        self.schema = check_schema(schema)
+        self.retain = retain
+        self.max_bytes = max_bytes
+        self.partition = partition
+        #: The last state that was queried, every 15 s while the outbox is open; None before.
+        self.last_status: OutboxStatus | None = None
+        self._show_queries = show_queries
+        self._listener = listener
+        self._clock = clock
+        self._recorder = recorder
+        self._own = None
+        if isinstance(source, str):
+            SECRETS.add_from(source)
+            source = self._own = _pool(source)
+        self._reader = Reader(source, self.schema)
+        self._consumers: WeakSet[OutboxConsumer] = WeakSet()
+        self._stack: AsyncExitStack | None = None
+        self._reported: int | None = None
+
+    # -- open and close ------------------------------------------------------------------------
+
+    async def open(self) -> None:
+        """Start the upkeep and the wake-ups; `async with` calls this.
+
+        `publish()` does not need it, nor does any method that runs one statement, if the outbox
+        was given a pool that is open.
+        """
+        if self._stack is not None:
+            raise PostgresError(f"{self!r} was opened before: create a new one")
+        self._stack = AsyncExitStack()
+        self._wakes = Wakes(self._listener, _ddl.wake_channel(self.schema))
+        children = [Child("poll", self._wakes.poll), Child("watch", self._watch)]
+        if self._listener is not None:
+            children.append(Child("listen", self._wakes.listen))
+        if self.retain is not None:
+            children.append(Child("upkeep", self._upkeep))
+        if self._own is not None:
+            await self._stack.enter_async_context(self._own)
+        self._supervisor = Supervisor(
+            "outbox", children=children, clock=self._clock, recorder=self._recorder
+        )
+        await self._stack.enter_async_context(self._supervisor)
+
+    async def close(self) -> None:
+        """End every consumer, store their cursors, and stop the upkeep."""
+        for consumer in list(self._consumers):
+            await consumer.aclose()
+        if self._stack is not None:
+            await self._stack.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    # -- publish and consume -------------------------------------------------------------------
+
+    def publish(self, conn: Any, channel: str, payload: Any, *, tenant: str | None = None) -> Any:
+        """Publish an event in the transaction of `conn`: it exists if and when that commits.
+
+        :param conn: a connection of psycopg (sync or async), asyncpg or SQLAlchemy (a connection
+            or session, sync or async), or a cursor of psycopg or Django. If it is an async one,
+            await the result.
+        :param payload: of any size; a str as it is, any other value as JSON.
+        :param tenant: whom the event belongs to; None for nobody in particular.
+        """
+        return publish(conn, self.schema, channel, payload, tenant)
+
+    def consume(
+        self,
+        consumer: str = "default",
+        *,
+        channels: Sequence[str] = (),
+        tenant: str | None = None,
+        start: str = "oldest",
+    ) -> OutboxConsumer:
+        """Return the events of a named consumer, at least once: `async for event in …`.
+
+        The order is the same for all consumers: a transaction whose first write follows the commit
+        of another one never comes before it; concurrent ones come in either order.
+
+        :param consumer: the name under which its cursor is stored, in the database.
+        :param channels: the channels to read; without any, all.
+        :param tenant: the tenant whose events to read; None for the events of all.
+        :param start: where a new consumer begins, and one that was reset goes on: "oldest" or
+            "now". Or a cursor that the consumer has stored itself: it replaces the stored one.
+        """
+        if self._stack is None:
+            raise PostgresError(f"{self!r} is not open: use `async with`")
+        refuse("consume()", _filter_mistakes(channels))
+        events = OutboxConsumer(
+            self._reader, self._wakes, self.schema, consumer, channels, tenant, start
+        )
+        self._consumers.add(events)
+        return events
+
+    async def read(
+        self,
+        after: str | None = None,
+        *,
+        limit: int = 500,
+        channels: Sequence[str] = (),
+        tenant: str | None = None,
+    ) -> Batch:
+        """Return the events after a cursor that can be read now; without one, from the oldest.
+
+        If the cursor is of another server or is older than the retention, the batch has a `reset`
+        and no events, and its cursor is that of the oldest event.
+        """
+        refuse("read()", _filter_mistakes(channels))
+        cursor, reason = None, None
+        try:
+            cursor = None if after is None else Cursor.parse(after)
+        except ValueError as error:
+            reason = str(error)
+        if cursor is None:
+            cursor = (await self._reader.page(None, 0)).server.oldest()
+        if reason is None:
+            page = await self._reader.page(cursor, limit, channels, tenant)
+            reason = page.server.refuses(cursor)
+            if reason is None:
+                last = page.events[-1].cursor if page.events else str(cursor)
+                return Batch(page.events, last, None)
+            cursor = page.server.oldest()
+        return Batch([], str(cursor), Reset(reason))
+
+    async def drop_consumer(self, name: str) -> None:
+        """Remove the stored cursor of a consumer."""
+        await self._reader.run(
+            "delete from {schema}.outbox_cursors where consumer = %(name)s", name=name
+        )
+
+    # -- installation and upkeep ---------------------------------------------------------------
+
+    async def install(self, *, notify: bool = True) -> None:
+        """Create the tables and functions, or bring older ones up to date.
+
+        :param notify: whether publishers wake consumers by NOTIFY, which takes a lock of the whole
+            server at each commit. Without it, consumers read every second.
+        """
+        await self._reader.run(_ddl.ddl(self.schema, notify=notify))
+
+    async def capture(
+        self, table: str, *, channel: str | None = None, tenant_column: str | None = None
+    ) -> None:
+        """Publish every change of a table from now on, by triggers.
+
+        :param channel: the events' channel; by default the table's name as it was given.
+        :param tenant_column: the column that holds the events' tenant.
+        """
+        await self._reader.run(_ddl.capture(table, channel or table, tenant_column, self.schema))
+
+    async def uncapture(self, table: str) -> None:
+        """Remove the triggers of `capture()`."""
+        await self._reader.run(_ddl.uncapture(table))
+
+    async def upkeep(self) -> Upkeep:
+        """Create the partitions of the next periods, and drop those beyond the retention.
+
+        Of several processes, one does it at a time.
+        """
+        every = f"{self.partition} seconds"
+        ((created,),) = await self._reader.run(_PARTITIONS, every=every)
+        if self.retain is None:
+            return Upkeep(created, 0)
+        retain = f"{self.retain} seconds"
+        ((dropped,),) = await self._reader.run(_PRUNE, retain=retain, max_bytes=self.max_bytes)
+        return Upkeep(created, dropped)
+
+    async def status(self) -> OutboxStatus:
+        """Query the size, the age, what holds delivery back, and how far consumers are behind."""
+        self.last_status = await read_status(self._reader, show_queries=self._show_queries)
+        return self.last_status
+
+    def tree(self) -> Tree:
+        """Return the supervision tree."""
+        return self._supervisor.tree()
+
+    async def _upkeep(self, ctx: Context) -> None:
+        ctx.started()
+        while True:
+            done = await _attempt("the upkeep of the outbox failed", self.upkeep)
+            postponed = done is None or done.dropped is None
+            await asyncio.sleep(UPKEEP_AGAIN if postponed else UPKEEP_EVERY)
+
+    async def _watch(self, ctx: Context) -> None:
+        ctx.started()
+        while True:
+            found = await _attempt("the state of the outbox could not be queried", self.status)
+            held = found and found.held_back
+            if held is None or held.waiting < HELD_TOO_LONG:
+                self._reported = None
+            elif held.pid != self._reported:
+                self._reported = held.pid
+                log.warning("delivery is held back: %s", held)
+            await asyncio.sleep(WATCH_EVERY)
+
+    def __repr__(self) -> str:
+        state = "not open" if self._stack is None else f"{len(self._consumers)} consumers"
+        return f"<Outbox in schema {self.schema}: {state}>"
+
+
+_PARTITIONS = "select {schema}.outbox_partitions(%(every)s::interval)"
+_PRUNE = "select {schema}.outbox_prune(%(retain)s::interval, %(max_bytes)s)"
+
+
+async def _attempt(failure: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:
+    """Return the result of background work; log an error, and return None."""
+    try:
+        return await work()
+    except TEMPORARY as error:
+        log.warning("%s: %s", failure, describe(error))
+        return None
+
+
+def _filter_mistakes(channels: Sequence[str]) -> list[str]:
+    return ["channels must be a list of str, not a str"] if isinstance(channels, str) else []
+
+
+def _pool(url: str) -> AsyncConnectionPool[psycopg.AsyncConnection[Any]]:
+    # No prepared statements: the URL may lead to a pooler.
+    return AsyncConnectionPool(
+        url,
+        kwargs={"autocommit": True, "prepare_threshold": None},
+        min_size=1,
+        max_size=POOL_SIZE,
+        open=False,
+        name="outbox",
+    )

@@ -1,0 +1,111 @@
+"""The state of an outbox for operators: size, age, what holds delivery back, and each consumer."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from moored.kernel import counted, duration
+
+from ..server._admin import without_literals
+from ._cursor import Cursor
+from ._reader import Reader
+
+__all__ = ["ConsumerLag", "HeldBack", "OutboxStatus", "read_status"]
+
+_SIZE = """
+select sum(bytes)::bigint, count(*)::int,
+    (select extract(epoch from clock_timestamp() - o.at)::float8
+     from {schema}.outbox o order by o.xid, o.id limit 1)
+from {schema}.outbox_parts
+"""
+# pg_locks shows the owner of a transaction ID to every role, and prepared transactions as well.
+_HELD = """
+select extract(epoch from clock_timestamp() - e.at)::float8, l.pid,
+    extract(epoch from clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8,
+    coalesce(a.application_name, ''), coalesce(left(a.query, 200), ''), p.gid
+from (select pg_snapshot_xmin(pg_current_snapshot()) as xmin) as s
+cross join lateral (
+    select o.at from {schema}.outbox o where o.xid >= s.xmin order by o.xid, o.id limit 1
+) as e
+left join pg_locks l on l.locktype = 'transactionid' and l.granted and l.mode = 'ExclusiveLock'
+    and l.transactionid::text::bigint = s.xmin::text::bigint % 4294967296
+left join pg_stat_activity a on a.pid = l.pid
+left join pg_prepared_xacts p on p.transaction = l.transactionid
+limit 1
+"""
+_CONSUMERS = """
+select c.consumer, c.cursor, extract(epoch from clock_timestamp() - c.stored)::float8,
+    coalesce((
+        select extract(epoch from clock_timestamp() - o.at)::float8 from {schema}.outbox o
+        where (o.xid, o.id)
+            > (split_part(c.cursor, '-', 3)::xid8, split_part(c.cursor, '-', 4)::bigint)
+        order by o.xid, o.id limit 1
+    ), 0)
+from {schema}.outbox_cursors c order by c.consumer
+"""
+
+
+class HeldBack(NamedTuple):
+    """Events wait for the end of a transaction that has written, in any database of the server."""
+
+    #: For how long the first of these events waits, in seconds.
+    waiting: float
+    #: The server process of the transaction; None for a prepared transaction, see `gid`.
+    pid: int | None
+    #: The age of the transaction in seconds; None if this role may not see it.
+    age: float | None
+    application: str
+    #: Its last statement, without literals; empty unless `show_queries`.
+    query: str
+    #: The identifier of a prepared transaction.
+    gid: str | None
+
+    def __str__(self) -> str:
+        who = f"backend {self.pid}" if self.gid is None else f"prepared transaction {self.gid!r}"
+        age = "" if self.age is None else f", open for {duration(self.age)}"
+        what = f": {self.query}" if self.query else ""
+        name = f' (application "{self.application}")' if self.application else ""
+        return f"events have waited for {duration(self.waiting)} for {who}{name}{age}{what}"
+
+
+class ConsumerLag(NamedTuple):
+    """How far a consumer is behind."""
+
+    name: str
+    cursor: Cursor
+    #: The age of the stored cursor, in seconds.
+    stored: float
+    #: The age of the oldest event after the cursor, in seconds; 0 if there is none. For a consumer
+    #: with a filter it includes events of others for up to a minute.
+    lag: float
+
+
+class OutboxStatus(NamedTuple):
+    """The state of an outbox."""
+
+    #: Bytes of all partitions with their indexes.
+    bytes: int
+    partitions: int
+    #: The age of the oldest stored event in seconds; None if there is none.
+    oldest: float | None
+    held_back: HeldBack | None
+    consumers: tuple[ConsumerLag, ...]
+
+    def __str__(self) -> str:
+        oldest = "empty" if self.oldest is None else f"oldest event {duration(self.oldest)} old"
+        size = f"{self.bytes:,} bytes in {counted(self.partitions, 'partition')}"
+        return f"{size}, {oldest}, {counted(len(self.consumers), 'consumer')}"
+
+
+async def read_status(reader: Reader, *, show_queries: bool) -> OutboxStatus:
+    """Query the state of an outbox."""
+    ((size, partitions, oldest),) = await reader.run(_SIZE)
+    held = None
+    for waiting, pid, age, application, query, gid in await reader.run(_HELD):
+        shown = without_literals(query) if show_queries else ""
+        held = HeldBack(waiting, pid, age, application, shown, gid)
+    consumers = tuple(
+        ConsumerLag(name, Cursor.parse(cursor), stored, lag)
+        for name, cursor, stored, lag in await reader.run(_CONSUMERS)
+    )
+    return OutboxStatus(size, partitions, oldest, held, consumers)

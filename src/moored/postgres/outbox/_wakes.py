@@ -1,0 +1,86 @@
+"""When consumers read: at a notification, and otherwise by the clock."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from moored.kernel import Clock, Context, describe
+
+__all__ = ["WakeUps", "Wakes"]
+
+log = logging.getLogger("moored.postgres")
+
+#: Seconds between reads while notifications arrive, and while there is no listener, or it is down.
+POLL, POLL_DOWN = 30.0, 1.0
+
+
+class WakeUps(Protocol):
+    """A source of notifications, such as a `Listener`."""
+
+    @property
+    def up(self) -> bool:
+        """Whether notifications arrive at present."""
+        ...
+
+    def subscribe(self, channel: str, /) -> AbstractAsyncContextManager[AsyncIterator[Any]]:
+        """Subscribe to a channel of NOTIFY; every event, also of a gap, wakes the consumers."""
+        ...
+
+
+class Wakes:
+    """Wakes all consumers of an outbox, at each notification and at each poll."""
+
+    def __init__(self, source: WakeUps | None, channel: str) -> None:
+        self._source = source
+        self._channel = channel
+        self._subscribed = False
+        self._next = asyncio.Event()
+        self._last = 0.0
+        #: Notifications and gaps so far.
+        self.notified = 0
+
+    @property
+    def up(self) -> bool:
+        """Whether notifications arrive; otherwise consumers read every second."""
+        return self._subscribed and self._source is not None and self._source.up
+
+    def next(self) -> asyncio.Event:
+        """Return an event that is set at the next wake-up; take it before a read, not after."""
+        return self._next
+
+    def wake(self) -> None:
+        """Wake every consumer."""
+        self._last = Clock.current().monotonic()
+        woken, self._next = self._next, asyncio.Event()
+        woken.set()
+
+    async def listen(self, ctx: Context) -> None:
+        """Wake the consumers at each notification, until the subscription ends."""
+        ctx.started()
+        while self._source is not None:
+            try:
+                async with self._source.subscribe(self._channel) as events:
+                    self._subscribed = True
+                    # A notification before the subscription is lost.
+                    self.wake()
+                    async for _ in events:
+                        self.notified += 1
+                        self.wake()
+            except Exception as error:
+                log.warning("the outbox is polled, it cannot subscribe: %s", describe(error))
+            finally:
+                self._subscribed = False
+            await asyncio.sleep(POLL_DOWN)
+        await asyncio.Event().wait()
+
+    async def poll(self, ctx: Context) -> None:
+        """Wake the consumers by the clock; checks once a second whether notifications arrive."""
+        ctx.started()
+        while True:
+            await asyncio.sleep(POLL_DOWN)
+            if Clock.current().monotonic() - self._last >= (POLL if self.up else POLL_DOWN):
+                self.wake()
