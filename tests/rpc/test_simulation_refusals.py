@@ -48,7 +48,7 @@ class AttemptOutcomes(TopologySource):
             raise OSError("connection refused")
         return self.world.channel(config)
 
-    async def fetch(self, timeout: float | None = None) -> Topology:
+    async def fetch(self) -> Topology:
         await asyncio.sleep(0.01)
         if self.kind == "refused":
             raise TopologyRefused("not you")

@@ -334,7 +334,7 @@ def test_unexpected_exception_of_a_source_is_contained(side: Flavour) -> None:
         def __init__(self) -> None:
             self.good = True
 
-        async def fetch(self, timeout: float | None = None) -> Topology:
+        async def fetch(self) -> Topology:
             if self.good:
                 return at(1, "a:1")
             raise ZeroDivisionError("half of nothing")

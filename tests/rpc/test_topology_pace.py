@@ -37,7 +37,7 @@ class RecordingSource(TopologySource):
         self.times: list[float] = []
         self.under_way = 0
 
-    async def fetch(self, timeout: float | None = None) -> Topology:
+    async def fetch(self) -> Topology:
         self.under_way += 1
         assert self.under_way == 1, "two fetches at once"
         await asyncio.sleep(0.01)
@@ -113,7 +113,7 @@ def test_topology_is_fetched_once_a_second_in_an_outage() -> None:
 class FailingSource(RecordingSource):
     """A source that fails immediately."""
 
-    async def fetch(self, timeout: float | None = None) -> Topology:
+    async def fetch(self) -> Topology:
         await super().fetch()
         raise TopologyError("not today")
 

@@ -26,9 +26,7 @@ class Counters:
     connects: int = _count("Channels that were connected and used.")
     connect_failures: int = _count("Failed attempts to connect.")
     recoveries: int = _count("Times that a broken connection was replaced.")
-    probes_healthy: int = _count(
-        "Probes of idle connections, before their checkout, that were answered."
-    )
+    probes_healthy: int = _count("Probes of idle connections at a checkout that were answered.")
     probes_unhealthy: int = _count("Probes that were not answered.")
     renewals: int = _count("Channels that were replaced because of their age.")
     moves: int = _count("Moves of a connection to another member of the topology.")

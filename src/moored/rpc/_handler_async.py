@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import Deadline, Tasks, awaited
+from moored.kernel import Deadline, Tasks, awaited, first_of
 
 from ._dial import CredentialProvider
 from ._generations import Generations
@@ -81,18 +82,11 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
     async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
         """Wait until `get_state` differs, also because the connection was replaced."""
         while self.get_state() is last_observed_state:
-            waits: set[asyncio.Future[Any]] = {self._changed}
-            inner: asyncio.Task[None] | None = None
-            if self._live is not None:
-                channel = self._live.channel
-                inner = self._loop.create_task(channel.wait_for_state_change(last_observed_state))
-                waits.add(inner)
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                if inner is not None:
-                    inner.cancel()
-                    await asyncio.wait([inner])
+            waits: list[Awaitable[Any]] = [asyncio.shield(self._changed)]
+            if (live := self._live) is not None:
+                waits.append(live.channel.wait_for_state_change(last_observed_state))
+            with suppress(Exception):  # the channel may be closed meanwhile
+                await first_of(*waits)
 
     async def channel_ready(self) -> None:
         """Wait until there is a connection."""

@@ -25,7 +25,6 @@ from moored.kernel import (
     Backoff,
     BackoffExhausted,
     Clock,
-    Deadline,
     Secrets,
     counted,
     describe,
@@ -67,11 +66,8 @@ class TopologySource(ABC):
     trouble = ""
 
     @abstractmethod
-    async def fetch(self, timeout: float | None = None) -> Topology:
-        """Return the current topology, without blocking the loop.
-
-        :param timeout: the limit in seconds for all attempts and pauses together; None is no limit.
-        """
+    async def fetch(self) -> Topology:
+        """Return the current topology, without blocking the loop."""
 
 
 class HttpTopology(TopologySource):
@@ -136,19 +132,18 @@ class HttpTopology(TopologySource):
         except Exception:  # the next `fetch` raises it
             return False
 
-    async def fetch(self, timeout: float | None = None) -> Topology:
+    async def fetch(self) -> Topology:
         """Request the topology; see `TopologySource.fetch`."""
-        deadline = Deadline.after(timeout, self._clock)
         backoff = Backoff(1.0, 10.0, jitter=0.1, max_attempts=self._attempts, clock=self._clock)
         failures: list[str] = []
         self.trouble = ""
         while True:
-            limit, token = min(self._timeout, deadline.remaining()), self._token()
+            token = self._token()
             get = self._get(token)
             try:
-                return self._read(await _awaited(get.future, limit), token)
+                return self._read(await _awaited(get.future, self._timeout), token)
             except TimeoutError:
-                self.trouble = self._sent.hide(f"no answer within {limit:.1f} s")
+                self.trouble = f"no answer within {self._timeout:.1f} s"
             except NoHttpAnswer as error:
                 self.trouble = self._sent.hide(str(error))
             finally:
@@ -158,8 +153,6 @@ class HttpTopology(TopologySource):
                 delay = backoff.fail()
             except BackoffExhausted:
                 raise self._error(failures) from None
-            if delay >= deadline.remaining():
-                raise self._error(failures)
             await self._sleep(delay)
 
     def _error(self, failures: list[str]) -> TopologyError:
@@ -245,7 +238,7 @@ class StaticTopology(TopologySource):
     def __init__(self, members: Iterable[Member | str], version: int = 1) -> None:
         self._topology = Topology(version, _members(members))
 
-    async def fetch(self, timeout: float | None = None) -> Topology:
+    async def fetch(self) -> Topology:
         """Return the list."""
         return self._topology
 
@@ -301,15 +294,16 @@ class DnsTopology(TopologySource):
         self._resolve = resolve or _look_up
         self._versions = _VersionCounter()
 
-    async def fetch(self, timeout: float | None = None) -> Topology:
+    async def fetch(self) -> Topology:
         """Resolve the name, without blocking the loop."""
-        limit = _shorter(self._timeout, timeout)
         look_up = partial(self._resolve, self._host, self._port)
         try:
             found = start_thread(lambda: list(look_up()), name=f"look up {self._host}")
-            return self._read(await _awaited(found, limit))
+            return self._read(await _awaited(found, self._timeout))
         except Exception as error:
-            raise _failure(f"the name {self._host} could not be looked up", error, limit) from error
+            raise _failure(
+                f"the name {self._host} could not be looked up", error, self._timeout
+            ) from error
 
     def _read(self, addresses: list[str]) -> Topology:
         if not addresses:
@@ -345,14 +339,13 @@ class CallableTopology(TopologySource):
         self._timeout = timeout
         self._versions = _VersionCounter()
 
-    async def fetch(self, timeout: float | None = None) -> Topology:
+    async def fetch(self) -> Topology:
         """Call the function, without blocking the loop."""
-        limit = _shorter(self._timeout, timeout)
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(self._timeout):
                 return self._read(await run_callback(self._function, name="topology"))
         except Exception as error:
-            raise _failure(f"{self!r} failed", error, limit) from error
+            raise _failure(f"{self!r} failed", error, self._timeout) from error
 
     def _read(self, found: Any) -> Topology:
         if isinstance(found, Topology):
@@ -377,10 +370,6 @@ def _members(given: Iterable[Member | str]) -> tuple[Member, ...]:
             raise TopologyError(f"a member must be a Member or a str, not {type(each).__name__}")
         found.append(each)
     return tuple(dict.fromkeys(found))
-
-
-def _shorter(own: float, given: float | None) -> float:
-    return own if given is None else min(own, given)
 
 
 def _failure(what: str, error: Exception, limit: float) -> TopologyError:
