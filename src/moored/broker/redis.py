@@ -1,0 +1,140 @@
+"""Events through Redis Streams, for fleets whose nodes must not all read one database.
+
+::
+
+    events = RedisEvents("redis://127.0.0.1")
+    broker = Broker(events, replay=events, channels=["orders"])
+    await events.publish("orders", payload, tenant=org_id)
+
+An id is that of the stream's entry, so a client may resume at any node. Needs `moored[redis]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+from moored.kernel import SECRETS, extra
+
+from ._events import HistoryLost, SourceEvent, SourceGap
+
+with extra("redis", "moored.broker.redis"):
+    from redis.asyncio import Redis
+    from redis.exceptions import ResponseError
+
+__all__ = ["RedisEvents"]
+
+#: Milliseconds for which a read waits on the server, and how many entries it returns.
+BLOCK, BATCH = 5_000, 500
+Position = tuple[int, int]
+START: Position = (0, 0)
+
+
+class RedisEvents:
+    """A Redis stream as the source of a broker, and as its history.
+
+    :param url: `redis://`, `rediss://` or `unix://`.
+    :param key: the key of the stream.
+    :param keep: about how many events the history keeps.
+    """
+
+    def __init__(self, url: str, *, key: str = "moored:events", keep: int = 100_000) -> None:
+        SECRETS.add_from(url)
+        # A read waits for BLOCK; the socket's timeout finds a server that has vanished.
+        self._client: Any = Redis.from_url(
+            url, decode_responses=True, socket_timeout=BLOCK / 1000 + 5, socket_connect_timeout=5
+        )
+        self._key = key
+        self._keep = keep
+        self._last: Position | None = None
+
+    async def publish(self, channel: str, payload: str, *, tenant: str | None = None) -> str:
+        """Add an event, and return its id.
+
+        Raises redis-py's `ConnectionError` if the connection was lost: the event may have been
+        added or not.
+        """
+        fields: dict[Any, Any] = {"channel": channel, "payload": payload}
+        if tenant is not None:
+            fields["tenant"] = tenant
+        found: str = await self._client.xadd(self._key, fields, maxlen=self._keep, approximate=True)
+        return found
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.aclose()
+
+    # -- the source ----------------------------------------------------------------------------
+
+    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+        """Yield new entries; after an error, from the last one on."""
+        first, last = await self._bounds()
+        if self._last is None:
+            self._last = last
+        elif not first <= self._last <= last:
+            self._last = last
+            yield SourceGap("entries of the Redis stream were lost")
+        while True:
+            found = await self._client.xread(
+                {self._key: _text(self._last)}, count=BATCH, block=BLOCK
+            )
+            for _, entries in found or ():
+                for id, fields in entries:
+                    event = _event(id, fields)
+                    self._last = event.position
+                    yield event
+
+    # -- the history ---------------------------------------------------------------------------
+
+    def position(self, id: str) -> Position:
+        """Return the two numbers of an entry's id."""
+        time, _, number = id.partition("-")
+        if not (time.isdecimal() and number.isdecimal()):
+            raise HistoryLost("the event id is not one of a Redis stream")
+        return int(time), int(number)
+
+    async def read(
+        self, after: Position, tenant: str, channels: frozenset[str], limit: int
+    ) -> list[SourceEvent]:
+        """Return entries of the tenant after a position."""
+        first, last = await self._bounds()
+        if not first <= after <= last:
+            raise HistoryLost("the history does not reach back to the event id")
+        found: list[SourceEvent] = []
+        while len(found) < limit:
+            page = await self._client.xrange(self._key, min=f"({_text(after)}", count=BATCH)
+            events = [_event(id, fields) for id, fields in page or ()]
+            found += [each for each in events if each.channel in channels and _is_of(each, tenant)]
+            if len(events) < BATCH:
+                break
+            after = events[-1].position
+        return found[:limit]
+
+    async def _bounds(self) -> tuple[Position, Position]:
+        """Return the first position from which nothing is missing, and the last one."""
+        try:
+            info = await self._client.xinfo_stream(self._key)
+        except ResponseError:  # no such key
+            return START, START
+        last: str = info["last-generated-id"]
+        deleted: str | None = info.get("max-deleted-entry-id")
+        if deleted is None:  # before Redis 7: earlier entries than the first may be missing
+            deleted = info["first-entry"][0] if info["first-entry"] else last
+        return self.position(deleted), self.position(last)
+
+
+def _is_of(event: SourceEvent, tenant: str) -> bool:
+    """Whether the event may be of the tenant: the broker checks the payload of those without."""
+    return event.tenant is None or event.tenant == tenant
+
+
+def _text(position: Position) -> str:
+    return f"{position[0]}-{position[1]}"
+
+
+def _event(id: str, fields: dict[str, str]) -> SourceEvent:
+    time, _, number = id.partition("-")
+    position = int(time), int(number)
+    return SourceEvent(
+        fields.get("channel", ""), fields.get("payload", ""), fields.get("tenant"), id, position
+    )
