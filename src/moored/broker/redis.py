@@ -117,10 +117,10 @@ class RedisEvents:
         except ResponseError:  # no such key
             return START, START
         last: str = info["last-generated-id"]
-        deleted: str | None = info.get("max-deleted-entry-id")
-        if deleted is None:  # before Redis 7: earlier entries than the first may be missing
-            deleted = info["first-entry"][0] if info["first-entry"] else last
-        return self.position(deleted), self.position(last)
+        if info.get("entries-added") == info["length"]:
+            return START, self.position(last)  # none was removed
+        first: str = info["first-entry"][0] if info["first-entry"] else last
+        return self.position(first), self.position(last)
 
 
 def _is_of(event: SourceEvent, tenant: str) -> bool:
