@@ -7,9 +7,7 @@ user may read and only root may write.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import shutil
 import stat
 import tempfile
@@ -23,8 +21,8 @@ from ._errors import BinariesNotFound
 
 __all__ = ["accessible_binaries"]
 
-#: The directories for copies; the second is used if the first cannot be written.
-CACHES = (Path("/var/cache/moored"), Path("/tmp/moored-cache"))
+#: The directory for copies: only root can create it.
+CACHE = Path("/var/cache/moored")
 
 _NEEDED = ("bin", "lib", "share")
 _USELESS = shutil.ignore_patterns("*.a", "pkgconfig", "pgxs", "include")
@@ -36,18 +34,19 @@ def accessible_binaries(
     """Return the binaries, or a copy of them, in a directory that `account` may enter."""
     if account.may_enter(binaries.bin_dir):
         return binaries
-    name = f"postgres-{binaries.version}-{_digest(binaries)}"
-    for cache in CACHES:
-        if _trusted(cache) and account.may_enter(cache):
-            if not (cache / name).exists():
-                notify(f"copying {binaries} to {cache}: {account} may not enter {binaries.prefix}")
-                _copy(binaries, cache, name)
-            return replace(binaries, bin_dir=cache / name / _shape(binaries) / "bin", moved=True)
-    raise BinariesNotFound(
-        f"the server's user {account} may not enter {binaries.bin_dir}, and no directory for a "
-        f"copy can be used ({' or '.join(map(str, CACHES))} must be owned by root and writable "
-        "only by root): install Moored where every user may read it"
-    )
+    copy = CACHE / f"postgres-{binaries.version}-{_digest(binaries)}"
+    try:
+        CACHE.mkdir(parents=True, exist_ok=True)
+        CACHE.chmod(0o755)
+        if not copy.exists():
+            notify(f"copying {binaries} to {CACHE}: {account} may not enter {binaries.prefix}")
+            _copy(binaries, copy)
+    except OSError as error:
+        raise BinariesNotFound(
+            f"the server's user {account} may not enter {binaries.bin_dir}, which cannot be copied "
+            f"to {CACHE} ({error}): install Moored where every user may read it"
+        ) from error
+    return replace(binaries, bin_dir=copy / _shape(binaries) / "bin", moved=True)
 
 
 def _shape(binaries: Binaries) -> Path:
@@ -72,35 +71,16 @@ def _digest(binaries: Binaries) -> str:
     return digest.hexdigest()[:16]
 
 
-def _trusted(cache: Path) -> bool:
-    """Create the cache if it is missing; return whether only root can write to it."""
-    try:
-        with contextlib.suppress(FileExistsError):
-            cache.mkdir(mode=0o755)
-        opened = os.open(cache, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        if os.fstat(opened).st_uid != os.geteuid():
-            return False
-        os.fchmod(opened, 0o755)
-        return os.access(cache, os.W_OK)
-    except OSError:
-        return False
-    finally:
-        os.close(opened)
-
-
-def _copy(binaries: Binaries, cache: Path, name: str) -> None:
-    making = Path(tempfile.mkdtemp(prefix=f"{name}.new-", dir=cache))
+def _copy(binaries: Binaries, copy: Path) -> None:
+    making = Path(tempfile.mkdtemp(prefix=f"{copy.name}.new-", dir=copy.parent))
     try:
         for source, target in _parts(binaries):
             shutil.copytree(source, making / target, ignore=_USELESS)
         _open_to_all(making)
         try:
-            making.rename(cache / name)
+            making.rename(copy)
         except OSError:
-            if not (cache / name).exists():
+            if not copy.exists():
                 raise  # otherwise another process has made the same copy
     finally:
         shutil.rmtree(making, ignore_errors=True)

@@ -41,8 +41,7 @@ class Cluster:
 
     def initdb(self, data: Path) -> list[str]:
         """Return the command that creates the data."""
-        place = self._place(data, _guard.DATA_FD)
-        return self.options.initdb(self.binaries, place, temporary=self.directory.temporary)
+        return self.options.initdb(self.binaries, self._place(data, _guard.DATA_FD))
 
     def postgres(self, port: int) -> list[str]:
         """Return the command that runs the server."""
@@ -74,7 +73,7 @@ class Cluster:
             self.directory.publish(stage)
         finally:
             shutil.rmtree(stage, ignore_errors=True)
-        if self._durable:
+        if self.options.durable:
             sync_directory(self.directory.path)
 
     def _fill(self, stage: Path, lock: OwnedDescriptor, check: Callable[[Guarded], None]) -> None:
@@ -82,7 +81,7 @@ class Cluster:
         self.account.own(stage / "data")
         password = self.options.password or secrets.token_urlsafe(24)
         line = pgpass_line(self.options.user, password)
-        write_file(stage / "pgpass", line, sync=self._durable)
+        write_file(stage / "pgpass", line, sync=self.options.durable)
         write_file(stage / "password", password, owner=self.account)
         self._make_socket_dir()
         since = self.directory.log_size()
@@ -95,17 +94,13 @@ class Cluster:
                 f"initdb failed with status {initdb.status}" + (f": {why.strip()}" if why else ""),
                 log=log,
             )
-        if self._durable:
+        if self.options.durable:
             sync_directory(stage)
 
     def allow_traversal(self, directory: Path) -> None:
         """Let the server's user pass through a directory of this process to its own files."""
         if self.account.foreign:
             directory.chmod(0o711)
-
-    @property
-    def _durable(self) -> bool:
-        return self.options.durable(temporary=self.directory.temporary)
 
     def guarded(
         self,
@@ -116,18 +111,21 @@ class Cluster:
         settle: Callable[[], object] = lambda: None,
     ) -> Guarded:
         """Run one of PostgreSQL's programs on `data`, as the server's user, under guard."""
+        arguments = (
+            self.account.drop,
+            str(data),
+            str(self.options.socket_dir or ""),
+            str(self.options.grace),
+            str(self.directory.path) if self.directory.temporary else "",
+        )
         log = self.directory.open_log()
         try:
             return Guarded(
                 command,
-                data=data,
-                socket_dir=self.options.socket_dir,
-                account=self.account,
+                arguments,
                 environment=environment(self.binaries),
                 log=log,
                 lock=lock,
-                grace=self.options.grace,
-                temporary=self.directory.path if self.directory.temporary else None,
                 on_stopping=on_stopping,
                 settle=settle,
             )
@@ -167,8 +165,7 @@ class Cluster:
     def configure(self) -> None:
         """Write the settings, and include them in postgresql.conf."""
         data = self.directory.data
-        text = self.options.settings(temporary=self.directory.temporary)
-        write_file(data / "moored.conf", text, owner=self.account)
+        write_file(data / "moored.conf", self.options.settings(), owner=self.account)
         main = read_file(data / "postgresql.conf")
         if "moored.conf" not in main:
             write_file(data / "postgresql.conf", main + _INCLUDE, owner=self.account)

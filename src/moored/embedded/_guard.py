@@ -5,7 +5,7 @@ it starts within about 30 ms. It must be single-threaded: the signal that a chil
 of its parent (PR_SET_PDEATHSIG) is bound to the parent's *thread*.
 
 =======  ==================================================================================
-stdin    commands: `stop FAST IMMEDIATE` (seconds), `kill`; end of file: the owner has died
+stdin    commands: `stop`, `kill`; end of file: the owner has died
 stdout   reports: `started PID`, `stopping SIGNAL`, `ended STATUS` (negative: a signal)
 stderr   the log of the server, and of this process if it fails
 =======  ==================================================================================
@@ -125,26 +125,16 @@ class Guard:
     def read_commands(self) -> bool:
         """Execute the owner's commands; return False if the owner has died."""
         words = os.read(0, 4096).decode().split()
-        if not words:
-            self.orphaned = True
-            self.stop(*self.grace)
-            return False
+        self.orphaned = not words
+        kill = (signal.SIGKILL, _NEVER)
         if "kill" in words:
-            self.begin([(signal.SIGKILL, _NEVER)])
-        elif words[0] == "stop":
-            self.stop(float(words[1]), float(words[2]))
-        return True
-
-    def stop(self, fast: float, immediate: float) -> None:
-        """Plan a fast shutdown, then an immediate one, then SIGKILL."""
-        self.begin(
-            [(signal.SIGINT, fast), (signal.SIGQUIT, immediate), (signal.SIGKILL, _NEVER)],
-        )
-
-    def begin(self, plan: list[tuple[signal.Signals, float]]) -> None:
-        """Replace the plan; its first step is due at once."""
-        self.plan = plan
+            self.plan = [kill]
+        else:
+            # A fast shutdown, then an immediate one, then SIGKILL.
+            fast, immediate = self.grace
+            self.plan = [(signal.SIGINT, fast), (signal.SIGQUIT, immediate), kill]
         self.due = time.monotonic()
+        return bool(words)
 
     def escalate(self) -> None:
         """Take the next step of the plan if it is due; kill the orphans of an ended server."""

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import _guard
-from ._account import Account
 from ._descriptors import OwnedDescriptor
 
 __all__ = ["Grace", "Guarded"]
@@ -35,6 +34,7 @@ class Grace:
 class Guarded:
     """A program that runs under the guard: it and its children end with the owner.
 
+    `arguments` are those of the guard's `main` before the command.
     `on_stopping` is called with the name of each signal that the guard sends, and `settle` between
     the end of the guard and the callbacks of `when_ended`; both from another thread.
     """
@@ -42,15 +42,11 @@ class Guarded:
     def __init__(
         self,
         command: Sequence[str],
+        arguments: Sequence[str],
         *,
-        data: Path,
-        socket_dir: Path | None,
-        account: Account,
         environment: Mapping[str, str],
         log: int,
         lock: OwnedDescriptor,
-        grace: Grace,
-        temporary: Path | None = None,
         on_stopping: Callable[[str], None] = lambda signal: None,
         settle: Callable[[], object] = lambda: None,
     ) -> None:
@@ -66,12 +62,10 @@ class Guarded:
         # The guard runs until this end is closed, so a fork of this process must not keep a copy.
         self._control = OwnedDescriptor(control)
         self._reports, reports = os.pipe()
-        places = [str(data), str(socket_dir or "")]
-        arguments = [account.drop, *places, str(grace), str(temporary or ""), *command]
         try:
             # In a session of its own, so that Ctrl-C in a terminal does not reach it.
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", _GUARD, *arguments],
+                [sys.executable, "-I", "-S", _GUARD, *arguments, *command],
                 stdin=commands,
                 stdout=reports,
                 stderr=log,
@@ -112,9 +106,9 @@ class Guarded:
         call()
         return lambda: None
 
-    def stop(self, grace: Grace) -> None:
+    def stop(self) -> None:
         """Begin to stop the program; `wait_ended` waits for its end."""
-        self._send(f"stop {grace.fast} {grace.immediate}")
+        self._send("stop")
 
     def kill(self) -> None:
         """Begin to end the program with SIGKILL."""

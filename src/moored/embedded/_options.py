@@ -46,6 +46,8 @@ class ServerOptions:
     run_as: str | None
     start_timeout: float
     grace: Grace
+    #: Whether the data are removed when the server is stopped.
+    temporary: bool
 
     def __post_init__(self) -> None:
         if mistakes := self._mistakes():
@@ -115,7 +117,7 @@ class ServerOptions:
         settings = [part for name in reached for part in ("-c", f"{name}={reached[name]}")]
         return [str(binaries.program("postgres")), "-D", data, *settings]
 
-    def initdb(self, binaries: Binaries, data: str, *, temporary: bool) -> list[str]:
+    def initdb(self, binaries: Binaries, data: str) -> list[str]:
         """Return the command that creates the data; the password is in a file beside them."""
         # The same sort order on every machine, and character classes beyond ASCII.
         locale = "C.UTF-8" if sys.platform == "linux" else "C"
@@ -129,19 +131,20 @@ class ServerOptions:
             f"--locale={locale}",
             "--lc-messages=C",
         ]
-        if not self.durable(temporary=temporary):
+        if not self.durable:
             command.append("--no-sync")
-        if temporary and binaries.major >= 16:
+        if self.temporary and binaries.major >= 16:
             # Iterations protect weak passwords. A random one needs none, and tests that connect a
             # thousand times save five seconds.
             command.append("--set=scram_iterations=1")
         return command
 
-    def durable(self, *, temporary: bool) -> bool:
+    @property
+    def durable(self) -> bool:
         """Whether the data must survive a crash of the machine."""
-        return not temporary and self.options.get("fsync") != "off"
+        return not self.temporary and self.options.get("fsync") != "off"
 
-    def settings(self, *, temporary: bool) -> str:
+    def settings(self) -> str:
         """Return the text of moored.conf: the defaults of an embedded server, then the options."""
         chosen = {
             "cluster_name": "moored",
@@ -150,7 +153,7 @@ class ServerOptions:
             "max_replication_slots": "20",
             # Temporary data need not survive a crash of the machine, and a killed server must not
             # leave files in /dev/shm.
-            **({"fsync": "off", "dynamic_shared_memory_type": "mmap"} if temporary else {}),
+            **({"fsync": "off", "dynamic_shared_memory_type": "mmap"} if self.temporary else {}),
             **self.options,
         }
         head = "# Written at each start: change it with `options`, or use ALTER SYSTEM.\n"

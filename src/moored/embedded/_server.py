@@ -85,6 +85,7 @@ class Server:
             run_as=run_as,
             start_timeout=start_timeout,
             grace=Grace(fast=stop_timeout, immediate=kill_timeout),
+            temporary=data_dir is None,
         )
         self._on_progress = on_progress
         self._directory = Directory(data_dir)
@@ -260,7 +261,7 @@ class Server:
         grace = self._options.grace
         if run := self._run:
             self._state, self._end_requested = "stopping", True
-            run.stop(grace)
+            run.stop()
             self._await_end(run, grace.fast + grace.immediate + SETTLE)
         self._state = "stopped"
 
