@@ -88,11 +88,11 @@ class Store(Protocol):
         id while the lease is live, return the same grant."""
 
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """Extend leases to their ttl from now; False for each that is not live. It takes few round
-        trips for any number of leases."""
+        """Extend leases to their ttl from now; False for each that is not live. Many leases take
+        few round trips, or concurrent ones."""
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
-        """End leases; False for each that was not live. It takes few round trips."""
+        """End leases; False for each that was not live; as `renew`, many at once."""
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
         """Take up to `tokens` from a limit of `rate` per second with this burst."""

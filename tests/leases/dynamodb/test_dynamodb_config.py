@@ -116,7 +116,7 @@ def test_the_policy_names_the_table_and_its_actions() -> None:
     config = DynamoConfig.from_url("dynamodb://leases?region=eu-central-1")
     statement = json.loads(policy(config))
     assert statement["Resource"] == "arn:aws:dynamodb:eu-central-1:*:table/leases"
-    assert "dynamodb:PartiQLUpdate" in statement["Action"]
+    assert "dynamodb:UpdateItem" in statement["Action"]
     assert "dynamodb:CreateTable" not in statement["Action"]
     made = DynamoConfig.from_url("dynamodb://leases?region=eu-central-1&create=true")
     assert "dynamodb:CreateTable" in json.loads(policy(made))["Action"]

@@ -174,7 +174,7 @@ async def test_each_call_takes_the_documented_number_of_requests(store: CounterS
     assert await spent(store.acquire(request(limit=60))) == {"transact_write_items": 1, "scan": 1}
     # A full key is not scanned again before one of its leases may have ended.
     assert await spent(store.acquire(request(limit=60))) == {"transact_write_items": 1}
-    assert await spent(store.renew(wanted)) == {"batch_execute_statement": 3}
+    assert await spent(store.renew(wanted)) == {"update_item": 60}
     assert await spent(store.release(wanted)) == {"transact_write_items": 1}
     assert await counted(store) == (0, 0)
 
@@ -452,17 +452,6 @@ async def test_the_lease_of_a_killed_holder_is_subtracted(
         await asyncio.sleep(0.2)
         await store.sweep()
     assert await store.acquire(request(limit=4)) is not None
-
-
-async def test_an_enabled_ttl_is_reported(open_counter: Opened) -> None:
-    store = await open_counter()
-    assert store.warnings == ()
-    await store.link.call(
-        "update_time_to_live",
-        TimeToLiveSpecification={"Enabled": True, "AttributeName": "ttl_epoch"},
-    )
-    (warning,) = (await open_counter()).warnings
-    assert "the sweeper corrects the counter" in warning
 
 
 # -- a story with all of it, and defects that it must notice -------------------------------------

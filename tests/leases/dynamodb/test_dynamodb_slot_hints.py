@@ -1,14 +1,11 @@
-"""The slot hints of a client, and the batches of its updates."""
+"""The slot hints of a client."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.leases.conformance import request
 
 from moored.kernel import Clock
-from moored.leases._dynamodb._batch import Statement, _batches
 from moored.leases._dynamodb._slot_hints import SlotHints
 
 pytestmark = pytest.mark.pure
@@ -40,15 +37,3 @@ def test_hints_of_expired_leases_are_removed() -> None:
         now += 1.0
     assert len(hints) <= 1000
     assert [hints.of(each) for each in held] == list(range(10))
-
-
-@given(items=st.lists(st.integers(0, 60), max_size=200))
-def test_every_update_is_sent_once_and_no_item_twice_in_a_batch(items: list[int]) -> None:
-    statements = [Statement((str(item),), "UPDATE", ()) for item in items]
-    batches = list(_batches(statements))
-    assert sorted(n for batch in batches for n in batch) == list(range(len(items)))
-    for batch in batches:
-        assert 1 <= len(batch) <= 25
-        assert len({items[n] for n in batch}) == len(batch)
-    if len(set(items)) == len(items):
-        assert len(batches) == -(-len(items) // 25)

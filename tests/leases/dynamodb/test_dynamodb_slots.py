@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,7 +105,7 @@ async def test_an_acquire_takes_a_query_and_an_update(store: SlotStore, limit: i
 
     spent = Spent(store)
     assert list(await store.renew([wanted])) == [True]
-    assert spent.requests == {"batch_execute_statement": 1}
+    assert spent.requests == {"update_item": 1}
 
     spent = Spent(store)
     assert await store.acquire(wanted) is not None  # its place is known
@@ -114,7 +113,7 @@ async def test_an_acquire_takes_a_query_and_an_update(store: SlotStore, limit: i
 
     spent = Spent(store)
     assert list(await store.release([wanted])) == [True]
-    assert spent.requests == {"batch_execute_statement": 1}
+    assert spent.requests == {"update_item": 1}
 
 
 async def test_a_refusal_takes_one_query(store: SlotStore) -> None:
@@ -124,15 +123,15 @@ async def test_a_refusal_takes_one_query(store: SlotStore) -> None:
     assert spent.requests == {"query": 1}
 
 
-async def test_many_leases_are_renewed_in_few_requests(store: SlotStore) -> None:
+async def test_each_lease_is_renewed_and_released_by_one_update(store: SlotStore) -> None:
     wanted = [request("db", limit=120) for _ in range(60)]
     await asyncio.gather(*map(store.acquire, wanted))
     spent = Spent(store)
     assert all(await store.renew(wanted))
-    assert spent.requests == {"batch_execute_statement": 3}
+    assert spent.requests == {"update_item": 60}
     spent = Spent(store)
     assert all(await store.release(wanted))
-    assert spent.requests == {"batch_execute_statement": 3}
+    assert spent.requests == {"update_item": 60}
 
 
 async def test_leases_of_another_client_are_found_by_one_query(open_slots: Opened) -> None:
@@ -141,7 +140,7 @@ async def test_leases_of_another_client_are_found_by_one_query(open_slots: Opene
     await asyncio.gather(*map(first.acquire, wanted))
     spent = Spent(second)
     assert all(await second.renew(wanted))
-    assert spent.requests == {"query": 1, "batch_execute_statement": 1}
+    assert spent.requests == {"query": 1, "update_item": 20}
 
 
 async def test_the_last_free_slot_of_many_is_found_in_a_few_requests(store: SlotStore) -> None:
@@ -261,36 +260,19 @@ async def test_a_lease_in_doubt_can_be_released(store: SlotStore) -> None:
     assert list(await store.held("db")) == []
 
 
-async def test_throttled_renewals_are_sent_again_without_the_others(store: SlotStore) -> None:
+async def test_a_throttled_renewal_is_sent_again(store: SlotStore) -> None:
     wanted = [request("db", limit=5) for _ in range(3)]
     await asyncio.gather(*map(store.acquire, wanted))
-    client = await inject(store)
-    inner = client._client
-    answers = iter(["ThrottlingError", "ProvisionedThroughputExceeded"])
-
-    class Throttling:
-        def __getattr__(self, name: str) -> Callable[..., Any]:
-            async def call(**arguments: Any) -> Any:
-                reply = await getattr(inner, name)(**arguments)
-                if name == "batch_execute_statement" and (code := next(answers, None)):
-                    reply["Responses"][-1] = {"Error": {"Code": code, "Message": "slow"}}
-                return reply
-
-            return call
-
-    client._client = Throttling()
+    client = await inject(store, before=times(2, "update_item", refusal("ThrottlingException")))
     gone = request("db", limit=5)
     assert list(await store.renew([gone, *wanted])) == [False, True, True, True]
-    sizes = [len(a["Statements"]) for op, a in client.asked if op == "batch_execute_statement"]
-    assert sizes == [3, 1, 1]
+    assert [operation for operation, _ in client.asked].count("update_item") == 5
 
 
 async def test_throttled_renewals_raise_store_unavailable_in_the_end(store: SlotStore) -> None:
     wanted = request()
     await store.acquire(wanted)
-    await inject(
-        store, before=times(100, "batch_execute_statement", refusal("ThrottlingException"))
-    )
+    await inject(store, before=times(100, "update_item", refusal("ThrottlingException")))
     with pytest.raises(StoreUnavailable):
         await store.renew([wanted])
 

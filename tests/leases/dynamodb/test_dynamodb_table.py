@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
 
 import pytest
@@ -105,22 +104,6 @@ async def test_a_table_that_is_being_created_is_awaited(open_table: Opener) -> N
     assert [operation for operation, _ in client.asked].count("describe_table") == 3
 
 
-async def test_only_a_ttl_on_a_foreign_attribute_is_reported_for_slots(
-    open_table: Opener, caplog: pytest.LogCaptureFixture
-) -> None:
-    store = await open_table()
-    for attribute, risks in (("ttl_epoch", 0), ("expires_ms", 1)):
-        for enabled in (True, False):
-            await store.link.call(
-                "update_time_to_live",
-                TimeToLiveSpecification={"Enabled": enabled, "AttributeName": attribute},
-            )
-            if enabled:
-                with caplog.at_level(logging.WARNING, "moored.leases"):
-                    assert len((await open_table()).warnings) == risks
-    assert "for the attribute 'expires_ms'" in caplog.text
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_the_iam_policy_allows_exactly_the_requests_made(
     open_table: Opener, layout: str
@@ -128,13 +111,11 @@ async def test_the_iam_policy_allows_exactly_the_requests_made(
     """All that the stores do, against the list in the docs and in the errors."""
     permissions = {
         "describe_table": {"DescribeTable"},
-        "describe_time_to_live": {"DescribeTimeToLive"},
         "create_table": {"CreateTable"},
         "query": {"Query"},
         "scan": {"Scan"},
         "get_item": {"GetItem"},
         "update_item": {"UpdateItem"},
-        "batch_execute_statement": {"PartiQLUpdate"},
         "transact_write_items": {"PutItem", "UpdateItem", "DeleteItem"},
     }
     store = await open_table(layout=layout)

@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from moored.kernel import Clock
+from moored.kernel import Clock, all_of
 
 from .._store import Grant, Held, Request
-from ._batch import Statement, update_all
 from ._config import DynamoConfig
 from ._counter_items import LIVE, add_lease, endpoint_of, ends_ms, id_of, key_of, lease_of
-from ._errors import Cancelled, ConditionFailed, Reason, unavailable
-from ._items import Item, expression, held, millis, number, number_of
+from ._errors import Cancelled, Reason, unavailable
+from ._items import Item, held, millis, number, number_of
 from ._store import DynamoStore
 from ._sweep import Sweeper, Swept
 from ._time import ServerTime
@@ -64,11 +63,10 @@ class CounterStore(DynamoStore):
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend leases to their ttl from now; False for each that is not live."""
         await self._ready()
-        return await self._time.settled(
-            lambda lives: update_all(
-                self._table, [self._renewal(_shared(r), lives) for r in requests]
-            )
+        items = await self._time.settled(
+            lambda lives: all_of(*(self._extend(_shared(r), lives) for r in requests))
         )
+        return [item is not None for item in items]
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         """End leases; False for each that was not live."""
@@ -141,43 +139,19 @@ class CounterStore(DynamoStore):
 
     async def _again(self, request: Request, lives: int) -> Grant | None:
         """Renew the existing lease of this id; or delete it and return None if it has expired."""
-        ends = self._time.end_of(request.ttl)
-        try:
-            reply = await self._table.call(
-                "update_item",
-                Key=lease_of(request.key, request.id),
-                ReturnValues="ALL_NEW",
-                **expression(
-                    {
-                        "ends": number(ends),
-                        "ttl": number(math.ceil(ends / 1000)),
-                        "lives": number(lives),
-                    },
-                    Update="SET #expires_ms = :ends, #ttl_epoch = :ttl",
-                    Condition="#expires_ms >= :lives",
-                ),
-            )
-        except ConditionFailed:
+        item = await self._extend(request, lives)
+        if item is None:
             await self._sweeper.end(request.key, [request.id])
             return None
-        return Grant(request.id, number_of(reply["Attributes"], "fence"))
+        return Grant(request.id, number_of(item, "fence"))
 
     # -- helpers ---------------------------------------------------------------------------------
 
-    def _renewal(self, request: Request, lives: int) -> Statement:
-        key = lease_of(request.key, request.id)["pk"]
+    async def _extend(self, request: Request, lives: int) -> Item | None:
         ends = self._time.end_of(request.ttl)
-        return Statement(
-            item=(key["S"],),
-            text=f'UPDATE "{self.link.config.table}" SET "expires_ms" = ? SET "ttl_epoch" = ? '
-            'WHERE "pk" = ? AND "expires_ms" >= ?',
-            parameters=(
-                number(ends),
-                number(math.ceil(ends / 1000)),
-                key,
-                number(lives),
-            ),
-        )
+        values = {"expires_ms": number(ends), "ttl_epoch": number(math.ceil(ends / 1000))}
+        key = lease_of(request.key, request.id)
+        return await self._table.update(key, values, "#expires_ms >= :lives", lives=number(lives))
 
     async def _ready(self) -> None:
         await super()._ready()

@@ -18,11 +18,9 @@ from ._config import DynamoConfig
 from ._setup_help import create_command, policy
 
 __all__ = [
-    "BUSY_STATEMENT",
     "Cancelled",
     "ConditionFailed",
     "Reason",
-    "StatementRefused",
     "code_of",
     "headers_of",
     "is_conflict",
@@ -32,36 +30,21 @@ __all__ = [
     "unavailable",
 ]
 
-#: Error codes of requests that may succeed when they are retried.
+#: Error codes of requests, or of their parts, that may succeed when they are retried.
 _BUSY = frozenset(
     {
         "InternalServerError",
-        "InternalServerErrorException",
         "LimitExceededException",
         "ProvisionedThroughputExceeded",
         "ProvisionedThroughputExceededException",
         "ReplicatedWriteConflictException",
         "RequestLimitExceeded",
-        "ServiceUnavailable",
-        "ServiceUnavailableException",
-        "ThrottledException",
-        "Throttling",
         "ThrottlingError",
         "ThrottlingException",
     }
 )
 _CONFLICT = frozenset(
     {"TransactionConflict", "TransactionConflictException", "TransactionInProgressException"}
-)
-#: Error codes of batch statements that may succeed when they are retried.
-BUSY_STATEMENT = frozenset(
-    {
-        "InternalServerError",
-        "ProvisionedThroughputExceeded",
-        "RequestLimitExceeded",
-        "ThrottlingError",
-        "TransactionConflict",
-    }
 )
 _CLOCK = frozenset({"InvalidSignatureException", "RequestExpired", "RequestTimeTooSkewed"})
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "NotAuthorized"})
@@ -125,19 +108,8 @@ class Cancelled(Exception):
         self.reasons = tuple(reasons)
 
 
-class StatementRefused(Exception):
-    """A batch statement failed for a reason other than its item, such as permissions."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__(message)
-        # In a batch, the codes lack the suffix of those of single requests.
-        self.code = code if code.endswith(("Exception", "Error")) else f"{code}Exception"
-
-
 def code_of(error: BaseException) -> str:
     """Return DynamoDB's code of an error, or the class name of an error of the driver."""
-    if isinstance(error, StatementRefused):
-        return error.code
     if isinstance(error, exceptions.ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return type(error).__name__
@@ -170,9 +142,6 @@ def translate(error: Exception, config: DynamoConfig, *, wall_error: float) -> E
     """Return the error to raise for one of the driver; other errors are returned unchanged."""
     if isinstance(error, exceptions.ClientError):
         return _of_server(error, config, wall_error)
-    if isinstance(error, StatementRefused):
-        what = f"an update failed with {error.code}: {_message(error)}"
-        return misconfigured(config, what, _remedy(error.code, config, wall_error))
     if isinstance(error, _CREDENTIALS):
         return misconfigured(
             config,

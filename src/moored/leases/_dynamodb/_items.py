@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .._store import Held, Holder
@@ -12,6 +12,7 @@ from .._store import Held, Holder
 __all__ = [
     "KEPT",
     "Item",
+    "assigned",
     "expression",
     "held",
     "holder_values",
@@ -67,6 +68,11 @@ def expression(values: Mapping[str, Any] | None = None, **parts: str) -> dict[st
     if values:
         arguments["ExpressionAttributeValues"] = {f":{name}": v for name, v in values.items()}
     return arguments
+
+
+def assigned(values: Iterable[str]) -> str:
+    """Return the update expression that sets attributes to the values of the same names."""
+    return "SET " + ", ".join(f"#{name} = :{name}" for name in values)
 
 
 def holder_values(holder: Holder) -> dict[str, dict[str, str]]:

@@ -12,21 +12,17 @@ __all__ = ["ACTIONS", "create_command", "policy"]
 ACTIONS = {
     "slots": (
         "DescribeTable",
-        "DescribeTimeToLive",
         "Query",
         "Scan",
         "UpdateItem",
-        "PartiQLUpdate",
     ),
     "counter": (
         "DescribeTable",
-        "DescribeTimeToLive",
         "GetItem",
         "Scan",
         "PutItem",
         "UpdateItem",
         "DeleteItem",
-        "PartiQLUpdate",
     ),
 }
 

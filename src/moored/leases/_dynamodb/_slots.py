@@ -16,19 +16,18 @@ a crashed holder is free when its lease expires, without any repair.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, ClassVar
 
-from moored.kernel import Clock
+from moored.kernel import Clock, all_of
 
 from .._store import Grant, Held, Request
-from ._batch import Statement, update_all
 from ._config import DynamoConfig
 from ._errors import ConditionFailed
 from ._items import (
     KEPT,
     Item,
+    assigned,
     expression,
     held,
     holder_values,
@@ -67,18 +66,15 @@ class SlotStore(DynamoStore):
     async def renew(self, requests: Sequence[Request]) -> Sequence[bool]:
         """Extend leases to their ttl from now; False for each that is not live."""
         await self._table.ready()
-        answers = await self._time.settled(
-            lambda lives: self._update(requests, partial(self._renewal, lives))
+        return await self._time.settled(
+            lambda lives: self._each(requests, lambda r, slot: self._again(r, slot, lives))
         )
-        for request, lives in zip(requests, answers, strict=True):
-            if not lives:
-                self._hints.forget(request)
-        return answers
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         """End leases; False for each that was not live."""
         await self._table.ready()
-        answers = await self._update(requests, partial(self._ending, self._time.reached()))
+        now, ended = self._time.reached(), {"expires_ms": number(0)}
+        answers = await self._each(requests, lambda r, slot: self._change(r, slot, ended, now))
         for request in requests:
             self._hints.forget(request)
             self._slots.forget_full(request.key)
@@ -131,7 +127,6 @@ class SlotStore(DynamoStore):
             "ttl_epoch": number(self._kept(request.ttl)),
             **holder_values(request.holder),
         }
-        change = ", ".join(f"#{name} = :{name}" for name in values)
         self._hints.note(request, slot)
         try:
             await self._table.call(
@@ -140,7 +135,7 @@ class SlotStore(DynamoStore):
                 ReturnValuesOnConditionCheckFailure="ALL_OLD",
                 **expression(
                     {**values, "now": number(self._time.reached())},
-                    Update=f"SET {change}",
+                    Update=assigned(values),
                     Condition="attribute_not_exists(#pk) OR "
                     "(#expires_ms < :now AND #fence < :fence)",
                 ),
@@ -155,41 +150,29 @@ class SlotStore(DynamoStore):
 
     async def _again(self, request: Request, slot: int, lives: int) -> Grant | None:
         """Renew the lease in this slot if it is the requested one."""
-        try:
-            reply = await self._table.call(
-                "update_item",
-                Key=_item_key(SLOT + request.key, slot),
-                ReturnValues="ALL_NEW",
-                **expression(
-                    {
-                        "id": text(request.id),
-                        "expires_ms": number(self._time.end_of(request.ttl)),
-                        "ttl_epoch": number(self._kept(request.ttl)),
-                        "lives": number(lives),
-                    },
-                    Update="SET #expires_ms = :expires_ms, #ttl_epoch = :ttl_epoch",
-                    Condition="#id = :id AND #expires_ms >= :lives",
-                ),
-            )
-        except ConditionFailed:
+        values = {
+            "expires_ms": number(self._time.end_of(request.ttl)),
+            "ttl_epoch": number(self._kept(request.ttl)),
+        }
+        item = await self._change(request, slot, values, lives)
+        if item is None:
             self._hints.forget(request)
             return None
         self._hints.note(request, slot)
-        return Grant(request.id, number_of(reply["Attributes"], "fence"))
+        return Grant(request.id, number_of(item, "fence"))
 
     # -- renew and release -----------------------------------------------------------------------
 
-    async def _update(
-        self, requests: Sequence[Request], statement: Callable[[Request, int], Statement]
+    async def _each(
+        self, requests: Sequence[Request], update: Callable[[Request, int], Awaitable[object]]
     ) -> list[bool]:
-        """Run a statement on the slot of each lease; False for each that has no slot."""
+        """Update the slot of each lease; False for each that has none."""
         slots = await self._find(requests)
-        found = {n: slot for n, slot in enumerate(slots) if slot is not None}
-        statements = [statement(requests[n], slot) for n, slot in found.items()]
-        answers = [False] * len(requests)
-        for n, answer in zip(found, await update_all(self._table, statements), strict=True):
-            answers[n] = answer
-        return answers
+
+        async def one(request: Request, slot: int | None) -> bool:
+            return slot is not None and await update(request, slot) is not None
+
+        return await all_of(*map(one, requests, slots))
 
     async def _find(self, requests: Sequence[Request]) -> list[int | None]:
         """Return the slot of each lease, from the hints or by reading its key."""
@@ -201,29 +184,14 @@ class SlotStore(DynamoStore):
             for r in requests
         ]
 
-    def _renewal(self, lives: int, request: Request, slot: int) -> Statement:
-        self._hints.note(request, slot)
-        end, kept = number(self._time.end_of(request.ttl)), number(self._kept(request.ttl))
-        change = 'SET "expires_ms" = ? SET "ttl_epoch" = ?'
-        return self._statement(change, (end, kept), request, slot, lives)
-
-    def _ending(self, lives: int, request: Request, slot: int) -> Statement:
-        return self._statement('SET "expires_ms" = ?', (number(0),), request, slot, lives)
-
-    def _statement(
-        self,
-        change: str,
-        values: Iterable[dict[str, str]],
-        request: Request,
-        slot: int,
-        lives: int,
-    ) -> Statement:
-        key = text(SLOT + request.key), number(slot)
-        return Statement(
-            item=(SLOT + request.key, str(slot)),
-            text=f'UPDATE "{self.link.config.table}" {change} '
-            'WHERE "pk" = ? AND "slot" = ? AND "id" = ? AND "expires_ms" >= ?',
-            parameters=(*values, *key, text(request.id), number(lives)),
+    async def _change(self, request: Request, slot: int, values: Item, lives: int) -> Item | None:
+        """Change the lease in this slot if it is the requested one, and live; else return None."""
+        return await self._table.update(
+            _item_key(SLOT + request.key, slot),
+            values,
+            "#id = :id AND #expires_ms >= :lives",
+            id=text(request.id),
+            lives=number(lives),
         )
 
     def _kept(self, ttl: float) -> int:

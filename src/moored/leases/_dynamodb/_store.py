@@ -35,11 +35,6 @@ class DynamoStore:
             self._table, lambda key: {"pk": text(_RATE + key), **self._more_key}
         )
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Settings of the table that put leases at risk; empty before `open`."""
-        return self._table.warnings
-
     async def open(self) -> None:
         """Check the table, and create it if it is missing and `create` allows it."""
         await self._ready()

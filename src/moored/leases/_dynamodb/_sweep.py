@@ -30,7 +30,7 @@ from ._counter_items import (
     key_of,
     remove_leases,
 )
-from ._errors import Cancelled, ConditionFailed, unavailable
+from ._errors import Cancelled, unavailable
 from ._items import Item, expression, number, number_of, text, text_of
 from ._table import DynamoTable
 
@@ -188,17 +188,8 @@ class Sweeper:
             for name in names
         )
         old = {f"old_{name}": counter[name] for name in names if name in counter}
-        try:
-            await self._table.call(
-                "update_item",
-                Key=counter_of(key),
-                **expression(
-                    {**old, "existing": number(existing), "now": number(self._time.reached())},
-                    Update="SET #active = :existing, #updated_ms = :now",
-                    Condition=unchanged,
-                ),
-            )
-        except ConditionFailed:
+        values = {"active": number(existing), "updated_ms": number(self._time.reached())}
+        if await self._table.update(counter_of(key), values, unchanged, **old) is None:
             return 0
         log.warning("corrected the counter of %r from %d to %d leases", key, counted, existing)
         return 1
@@ -215,19 +206,13 @@ class Sweeper:
     async def _claim(self) -> bool:
         """Whether this client should sweep: no client has for half of the interval."""
         now = self._time.reached()
-        try:
-            await self._table.call(
-                "update_item",
-                Key=_LAST_SWEEP,
-                **expression(
-                    {"now": number(now), "before": number(now - round(self._every * 500))},
-                    Update="SET #swept_ms = :now",
-                    Condition="attribute_not_exists(#swept_ms) OR #swept_ms <= :before",
-                ),
-            )
-        except ConditionFailed:
-            return False
-        return True
+        claimed = await self._table.update(
+            _LAST_SWEEP,
+            {"swept_ms": number(now)},
+            "attribute_not_exists(#swept_ms) OR #swept_ms <= :before",
+            before=number(now - round(self._every * 500)),
+        )
+        return claimed is not None
 
     async def _everything(self) -> list[Item]:
         """Return the items of all counters and leases."""

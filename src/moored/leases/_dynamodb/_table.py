@@ -10,15 +10,8 @@ from typing import Any, TypeVar
 
 from .._errors import StoreMisconfigured
 from ._config import SLOTS, DynamoConfig
-from ._errors import (
-    BUSY_STATEMENT,
-    StatementRefused,
-    code_of,
-    misconfigured,
-    translate,
-    unavailable,
-)
-from ._items import Item
+from ._errors import ConditionFailed, code_of, misconfigured, unavailable
+from ._items import Item, assigned, expression
 from ._link import DynamoLink, Reply
 from ._setup_help import create_command
 
@@ -43,8 +36,6 @@ class DynamoTable:
     def __init__(self, link: DynamoLink) -> None:
         self.link = link
         self.config = link.config
-        #: Settings of the table that put leases at risk; set by the check.
-        self.warnings: tuple[str, ...] = ()
         self._ready = False
         self._checking = asyncio.Lock()
 
@@ -55,7 +46,6 @@ class DynamoTable:
         async with self._checking:
             if not self._ready:
                 await self._check(await self._described())
-                await self._check_ttl()
                 self._ready = True
 
     async def call(self, operation: str, **arguments: Any) -> Reply:
@@ -69,22 +59,18 @@ class DynamoTable:
         arguments = {"TransactItems": actions, "ClientRequestToken": token}
         await self._use(lambda: self.link.send("transact_write_items", **arguments))
 
-    async def execute(self, statements: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Run a batch of independent statements; returns "" for each that was executed, else its
-        error code: a failed condition, or one of `BUSY_STATEMENT`."""
+    async def update(self, key: Item, values: Item, condition: str, **compared: Any) -> Item | None:
+        """Set attributes of an item, and return all of them; None if the condition does not hold.
 
-        async def send() -> list[str]:
-            reply = await self.link.send("batch_execute_statement", Statements=statements)
-            return [self._outcome(each.get("Error")) for each in reply["Responses"]]
-
-        return await self._use(send)
-
-    def _outcome(self, error: Mapping[str, str] | None) -> str:
-        code = error.get("Code", "") if error else ""
-        if code in ("", "ConditionalCheckFailed", *BUSY_STATEMENT):
-            return code
-        refused = StatementRefused(code, str(error and error.get("Message")))
-        raise translate(refused, self.config, wall_error=self.link.time.wall_error()) from refused
+        The condition may refer to `values` and to `compared` by their names.
+        """
+        wanted = expression({**values, **compared}, Update=assigned(values), Condition=condition)
+        try:
+            reply = await self.call("update_item", Key=key, ReturnValues="ALL_NEW", **wanted)
+        except ConditionFailed:
+            return None
+        item: Item = reply["Attributes"]
+        return item
 
     async def pages(self, operation: str, **arguments: Any) -> AsyncIterator[Reply]:
         """Yield the responses to a query or a scan, page by page."""
@@ -154,15 +140,6 @@ class DynamoTable:
             f"use another table: {create_command(self.config)}",
         )
 
-    async def _check_ttl(self) -> None:
-        reply = await self.link.call("describe_time_to_live")
-        state = reply.get("TimeToLiveDescription", {})
-        enabled = state.get("TimeToLiveStatus") in ("ENABLED", "ENABLING")
-        attribute = state.get("AttributeName") if enabled else None
-        self.warnings = tuple(_risks(self.config, attribute))
-        for warning in self.warnings:
-            log.warning("DynamoDB table %s: %s", self.config.place, warning)
-
 
 def _is_missing(error: StoreMisconfigured) -> bool:
     return code_of(error.__cause__ or error) == "ResourceNotFoundException"
@@ -182,20 +159,4 @@ def _schema(config: DynamoConfig) -> dict[str, Any]:
 def _same(found: list[dict[str, str]], wanted: list[dict[str, str]]) -> bool:
     return [(k["AttributeName"], k["KeyType"]) for k in found] == [
         (k["AttributeName"], k["KeyType"]) for k in wanted
-    ]
-
-
-def _risks(config: DynamoConfig, attribute: str | None) -> list[str]:
-    if attribute is None:
-        return []
-    if attribute != "ttl_epoch":
-        return [
-            f"DynamoDB's TTL is enabled for the attribute {attribute!r}, which is not the store's; "
-            "it deletes no leases"
-        ]
-    if config.layout == SLOTS:
-        return []
-    return [
-        "DynamoDB's TTL deletes expired leases by ttl_epoch without decrementing the counter; the "
-        "sweeper corrects the counter, but disable the TTL: it is not needed"
     ]
