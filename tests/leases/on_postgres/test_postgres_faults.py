@@ -160,16 +160,6 @@ async def test_a_refused_connection_raises_store_unavailable(unused_port: int) -
     assert isinstance(error, StoreUnavailable)
 
 
-async def test_connection_attempts_are_spaced_in_an_outage(unused_port: int) -> None:
-    url = f"postgresql://app@127.0.0.1:{unused_port}/orders"
-    store = open_postgres(url, clock=Clock.current())
-    calls = [store.acquire(request()) for _ in range(20)]
-    outcomes = await asyncio.gather(*calls, return_exceptions=True)
-    assert {type(outcome) for outcome in outcomes} == {StoreUnavailable}
-    assert sum("next attempt" in str(outcome) for outcome in outcomes) >= 15
-    await store.close()
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -18,8 +18,6 @@ from psycopg import AsyncClientCursor, AsyncConnection
 from psycopg.pq import TransactionStatus
 
 from moored.kernel import (
-    SECRETS,
-    Backoff,
     Clock,
     Deadline,
     cut_socket,
@@ -43,9 +41,7 @@ _SERVER_SHARE = 0.9
 class PostgresLink:
     """Runs statements on a server.
 
-    The timeout of a call includes the wait for a free connection, connecting, and the response.
-    While the server cannot be reached, calls fail at once until the next attempt is due.
-    """
+    The timeout of a call includes the wait for a free connection, connecting, and the response."""
 
     def __init__(self, config: PostgresConfig, *, clock: Clock) -> None:
         self.config = config
@@ -53,9 +49,6 @@ class PostgresLink:
         self._slots = asyncio.Semaphore(config.connections)
         self._idle: list[Connection] = []
         self._closed = False
-        self._backoff = Backoff(0.05, 1.0, jitter="half", clock=clock)
-        self._retry_at = 0.0
-        self._reason = ""
 
     async def run(
         self, statements: bytes, parameters: Mapping[str, Any] | None = None
@@ -80,10 +73,10 @@ class PostgresLink:
     async def _run(
         self, statements: bytes, parameters: dict[str, Any], deadline: Deadline
     ) -> list[Row]:
-        connection = await self._connection(deadline)
+        connection = await self._connection()
         parameters["timeout_ms"] = str(max(1, int(deadline.remaining() * _SERVER_SHARE * 1000)))
         try:
-            rows = await uncancelled(
+            return await uncancelled(
                 _rows(connection, statements, parameters), lambda: _cut(connection)
             )
         except psycopg.Error as error:
@@ -94,25 +87,15 @@ class PostgresLink:
             raise
         finally:
             await self._put_back(connection)
-        self._backoff.succeed()
-        return rows
 
-    async def _connection(self, deadline: Deadline) -> Connection:
+    async def _connection(self) -> Connection:
         while self._idle:
             connection = self._idle.pop()
             if _is_quiet(connection):
                 return connection
             await connection.close()
-        return await self._dial(deadline)
-
-    async def _dial(self, deadline: Deadline) -> Connection:
-        if (wait := self._retry_at - self._clock.monotonic()) > 0:
-            raise StoreUnavailable(
-                f"Postgres at {self.config.place} cannot be reached: {self._reason}; "
-                f"next attempt in {wait:.2f} s"
-            )
         try:
-            connection = await AsyncConnection.connect(
+            return await AsyncConnection.connect(
                 self.config.conninfo,
                 autocommit=True,
                 prepare_threshold=None,
@@ -120,19 +103,7 @@ class PostgresLink:
             )
         except asyncio.CancelledError as given_up:
             forget_frames(given_up)
-            # A caller that was cancelled says nothing about the server; a timeout does.
-            if deadline.expired:
-                self._failed("timeout")
             raise
-        except (psycopg.Error, OSError) as error:
-            self._failed(SECRETS.hide(str(error).strip().partition("\n")[0]))
-            raise
-        self._retry_at = 0.0
-        return connection
-
-    def _failed(self, reason: str) -> None:
-        self._retry_at = self._clock.monotonic() + self._backoff.fail()
-        self._reason = reason
 
     async def _put_back(self, connection: Connection) -> None:
         usable = not connection.closed and (
