@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,6 +25,26 @@ _TRANSIENT = (
     "READONLY",
     "TRYAGAIN",
     "UNBLOCKED",
+)
+
+#: Errors that may pass, whatever their message.
+_PASSING = (
+    exceptions.ConnectionError,
+    exceptions.TimeoutError,
+    exceptions.RedisClusterException,
+    exceptions.ClusterDownError,
+    exceptions.TryAgainError,
+    exceptions.ReadOnlyError,
+    exceptions.OutOfMemoryError,
+    OSError,
+    EOFError,
+)
+
+#: Parts of messages of errors that do not pass, although others of their class do.
+_LASTING = (
+    "CERTIFICATE_VERIFY_FAILED",
+    "Cluster mode is not enabled",
+    "DB index is out of range",
 )
 
 #: Parts of error messages, each with what to do.
@@ -77,28 +96,11 @@ def is_stale_primary(error: BaseException) -> bool:
 
 
 def _is_transient(error: Exception, text: str) -> bool:
-    if _has_cause(error, ssl.SSLCertVerificationError):
+    if any(lasting in text for lasting in _LASTING):
         return False
-    match error:
-        case exceptions.AuthenticationError() | exceptions.AuthorizationError():
-            return False
-        case exceptions.ConnectionError() | exceptions.TimeoutError() | OSError() | EOFError():
-            return "DB index is out of range" not in text
-        case exceptions.ClusterDownError() | exceptions.SlotNotCoveredError():
-            return True
-        case exceptions.TryAgainError() | exceptions.ReadOnlyError():
-            return True
-        case exceptions.OutOfMemoryError():
-            return True
-        case exceptions.RedisClusterException():
-            return "Cluster mode is not enabled" not in text
+    if isinstance(error, (exceptions.AuthenticationError, exceptions.AuthorizationError)):
+        return False
+    if isinstance(error, _PASSING):
+        return True
     # The error of a script contains that of its command; older servers put a dash before the code.
     return any(text.startswith(code) or f"-{code} " in text for code in _TRANSIENT)
-
-
-def _has_cause(error: BaseException | None, kind: type[BaseException]) -> bool:
-    while error is not None:
-        if isinstance(error, kind):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
