@@ -17,7 +17,7 @@ import psutil
 import pytest
 from tests.testing.proxy_support import echo_server, read_all
 
-from moored.testing._proxy_faults import ProxyFaults, Rate
+from moored.testing._proxy_faults import Rate
 from moored.testing.proxy import Caller, FaultProxy
 
 Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -551,17 +551,17 @@ def test_rate_tokens_accrue_up_to_the_burst() -> None:
 
 
 def test_invalid_fault_settings_are_value_errors() -> None:
-    faults = ProxyFaults()
+    proxy = FaultProxy("x", 1)
     with pytest.raises(ValueError, match=r"latency must be 0 or more seconds, not -0\.1"):
-        faults.set_latency(-0.1, None)
+        proxy.latency(-0.1)
     with pytest.raises(ValueError, match="must be 'up' or 'down'"):
-        faults.set_latency(0.1, "sideways")  # type: ignore[arg-type]
+        proxy.latency(0.1, "sideways")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="more than 0 bytes/s"):
-        faults.set_throttle(0, None)
+        proxy.throttle(0)
     with pytest.raises(ValueError, match="rate and burst must be 0 or more"):
         Rate(-1, 1, now=0)
     with pytest.raises(ValueError, match="0 or more, not -1"):
-        FaultProxy("x", 1).cut_after(-1)
+        proxy.cut_after(-1)
 
 
 async def test_a_hundred_connections_at_once_are_forwarded(proxy: FaultProxy) -> None:

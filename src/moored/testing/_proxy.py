@@ -14,7 +14,7 @@ from moored.kernel import LoopThread
 
 from ._proxy_answer import Answer
 from ._proxy_connection import ProxyConnection
-from ._proxy_faults import Cut, Direction, Mode, ProxyStatistics, Rate
+from ._proxy_faults import DIRECTIONS, Cut, Direction, Mode, ProxyStatistics, Rate
 from ._proxy_listener import ProxyListener
 from ._proxy_state import ProxyState
 
@@ -144,19 +144,27 @@ class FaultProxy:
 
         `size=None` removes the cut.
         """
-        cut = None if size is None else Cut(size, how)
-        self._on_loop(lambda: self._state.faults.set_cut(cut, direction))
+        if size is not None and size < 0:
+            raise ValueError(f"the bytes before a cut must be 0 or more, not {size}")
+        self._set(self._state.cut, None if size is None else Cut(size, how), direction)
 
     def latency(self, seconds: float, direction: Direction | None = None) -> None:
         """Deliver every byte so many seconds later, in order, in one direction or in both."""
-        self._on_loop(lambda: self._state.faults.set_latency(seconds, direction))
+        if seconds < 0:
+            raise ValueError(f"latency must be 0 or more seconds, not {seconds}")
+        self._set(self._state.latency, seconds, direction)
 
     def throttle(self, bytes_per_second: float | None, direction: Direction | None = None) -> None:
         """Forward at most so many bytes per second on each connection, in one direction or in both.
 
         None removes the limit.
         """
-        self._on_loop(lambda: self._state.faults.set_throttle(bytes_per_second, direction))
+        if bytes_per_second is not None and bytes_per_second <= 0:
+            raise ValueError(
+                f"throttle must be more than 0 bytes/s, not {bytes_per_second}: "
+                "use stall() to stop, None to remove the limit"
+            )
+        self._set(self._state.throttle, bytes_per_second or 0.0, direction)
 
     def heal(self) -> None:
         """Remove every fault."""
@@ -194,7 +202,7 @@ class FaultProxy:
 
     def __repr__(self) -> str:
         place = f"{self.host}:{self.port}" if self.port else "not started,"
-        faults = [str(self._state.faults)]
+        faults = [str(self._state)]
         faults += ["refusing"] if self._refusing else []
         faults += [f"limit {self._state.rate}"] if self._state.rate else []
         counts = self.statistics()
@@ -218,6 +226,12 @@ class FaultProxy:
         self._state.add("resets", int(connection.reset))
         if not task.cancelled():
             task.result()
+
+    def _set(self, fault: dict[Direction, T], value: T, direction: Direction | None) -> None:
+        if direction not in (None, *DIRECTIONS):
+            raise ValueError(f"direction must be 'up' or 'down', not {direction!r}")
+        changed = dict.fromkeys(DIRECTIONS if direction is None else (direction,), value)
+        self._on_loop(lambda: fault.update(changed))
 
     def _switch(self, mode: Mode) -> None:
         self._state.switch(mode)

@@ -33,7 +33,7 @@ class ProxyConnection:
         try:
             if self._answer is not None:
                 await self._reject(self._answer)
-            elif self._state.faults.mode == "black_hole":
+            elif self._state.mode == "black_hole":
                 await self._swallow_all()
             else:
                 await self._relay()

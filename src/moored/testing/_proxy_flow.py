@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from moored.kernel import sleep_until
 
-from ._proxy_faults import Direction
+from ._proxy_faults import Cut, Direction
 from ._proxy_state import ProxyState
 
 __all__ = ["ClosedByCut", "Flow"]
@@ -39,7 +39,6 @@ class Flow:
         self._source = source
         self._target = target
         self._state = state
-        self._faults = state.faults
         self._swallow = swallow
         self._loop = asyncio.get_running_loop()
         self._queue: asyncio.Queue[tuple[float, bytes | OSError]] = asyncio.Queue()
@@ -51,7 +50,7 @@ class Flow:
         self._free_at = 0.0
         #: Whether a black hole dropped bytes of this direction.
         self._lost_bytes = False
-        self._cut_generation = state.faults.cut_generation
+        self._cut: Cut | None = None
 
     async def read(self) -> None:
         """Queue the bytes that arrive, and at last the end of the stream or the error."""
@@ -72,7 +71,7 @@ class Flow:
         """Forward the queue, each item after its latency and while the proxy is not stalled."""
         while True:
             arrived, data = await self._queue.get()
-            await sleep_until(arrived + self._faults.latency[self._direction])
+            await sleep_until(arrived + self._state.latency[self._direction])
             if not data or isinstance(data, OSError):
                 await self._end(data)
                 return
@@ -82,7 +81,7 @@ class Flow:
 
     async def _end(self, last: bytes | OSError) -> None:
         await self._state.forwarding()
-        if self._lost_bytes or self._faults.mode == "black_hole":
+        if self._lost_bytes or self._state.mode == "black_hole":
             self._swallow(0)
         elif isinstance(last, OSError):
             raise last
@@ -92,12 +91,12 @@ class Flow:
     async def _pass_on(self, data: bytes) -> None:
         while data:
             await self._state.forwarding()
-            if self._lost_bytes or self._faults.mode == "black_hole":
+            if self._lost_bytes or self._state.mode == "black_hole":
                 # After lost bytes nothing more is forwarded, or the receiver would see a gap.
                 self._lost_bytes = True
                 self._swallow(len(data))
                 return
-            rate = self._faults.throttle[self._direction]
+            rate = self._state.throttle[self._direction]
             piece = data[: max(1, int(rate * _STEP))] if rate else data
             await self._send(piece)
             data = data[len(piece) :]
@@ -107,10 +106,9 @@ class Flow:
                 await sleep_until(self._free_at)
 
     async def _send(self, data: bytes) -> None:
-        if self._cut_generation != self._faults.cut_generation:
-            self._cut_generation = self._faults.cut_generation
-            self._carried = 0
-        cut = self._faults.cut.get(self._direction)
+        cut = self._state.cut[self._direction]
+        if cut is not self._cut:
+            self._cut, self._carried = cut, 0
         allowed = len(data) if cut is None else max(0, cut.after - self._carried)
         part = data[:allowed]
         await self._loop.sock_sendall(self._target, part)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ._proxy_answer import Answer, Caller
-from ._proxy_faults import Mode, ProxyFaults, ProxyStatistics, Rate
+from ._proxy_faults import DIRECTIONS, Cut, Direction, Mode, ProxyStatistics, Rate
 
 __all__ = ["ProxyState"]
 
@@ -18,7 +18,13 @@ class ProxyState:
 
     def __init__(self, host: str, port: int | None) -> None:
         self.server = (host, port)
-        self.faults = ProxyFaults()
+        self.mode: Mode = "forward"
+        #: Seconds by which each byte is delayed, by direction.
+        self.latency: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
+        #: Bytes per second of one connection, by direction; 0 is no limit.
+        self.throttle: dict[Direction, float] = dict.fromkeys(DIRECTIONS, 0.0)
+        #: The cut of each connection, by direction.
+        self.cut: dict[Direction, Cut | None] = dict.fromkeys(DIRECTIONS)
         self.rate: Rate | None = None
         self.answer: Answer | None = None
         self._gate = asyncio.Event()
@@ -28,7 +34,7 @@ class ProxyState:
 
     def switch(self, mode: Mode) -> None:
         """Set whether bytes are forwarded, held back or dropped."""
-        self.faults.mode = mode
+        self.mode = mode
         if mode == "stall":
             self._gate.clear()
         else:
@@ -51,7 +57,7 @@ class ProxyState:
 
     def over_limit(self, now: float) -> Answer | None:
         """Return the answer for a new connection over the rate limit, or None within the limit."""
-        if self.rate is None or self.faults.mode == "black_hole" or self.rate.take(now):
+        if self.rate is None or self.mode == "black_hole" or self.rate.take(now):
             return None
         self.add("limited")
         return self.answer or _reset
@@ -79,6 +85,17 @@ class ProxyState:
             await entry[1]
         finally:
             self._watchers.remove(entry)
+
+    def __str__(self) -> str:
+        parts = ["black hole" if self.mode == "black_hole" else f"{self.mode}ing"]
+        for direction in DIRECTIONS:
+            if self.latency[direction]:
+                parts.append(f"latency {direction} {self.latency[direction]:g} s")
+            if self.throttle[direction]:
+                parts.append(f"throttle {direction} {self.throttle[direction]:g} bytes/s")
+            if cut := self.cut[direction]:
+                parts.append(f"{cut.how} after {cut.after} bytes {direction}")
+        return ", ".join(parts)
 
 
 async def _reset(caller: Caller) -> None:

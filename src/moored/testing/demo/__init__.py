@@ -19,8 +19,7 @@ the faults of a server: drop, delay and duplicate acks, refuse sends, abort link
 """
 
 from ._frames import MAX_FRAME
-from ._memory import DemoMemory
-from ._protocol import Demo, DemoDialogue
+from ._protocol import Demo, DemoDialogue, DemoMemory
 from ._server import DemoServer, ReceivedSend
 
 __all__ = ["MAX_FRAME", "Demo", "DemoDialogue", "DemoMemory", "DemoServer", "ReceivedSend"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moored.sessions import ProtocolError
@@ -28,51 +29,37 @@ _CODES = {
 }
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ServerLink:
     """One link of the server; the receiver of its transport."""
 
-    __slots__ = (
-        "_arrived",
-        "_delayed",
-        "_frames",
-        "_server",
-        "_transport",
-        "account",
-        "code",
-        "cumulative",
-        "profile",
-        "resumes",
-    )
-
-    def __init__(self, server: DemoServer, transport: Transport) -> None:
-        self._server = server
-        self._transport = transport
-        self._frames = DemoFrames()
-        #: The profile of the client's hello; `account` is set when it has logged in.
-        self.profile = ""
-        self.account: DemoAccount | None = None
-        #: The pairing code that the client was sent.
-        self.code: str | None = None
-        self.cumulative = False
-        self.resumes = False
-        # The number of sends that the next count confirms.
-        self._arrived = 0
-        # Frames of a cumulative link that are sent later, in order, each with its time.
-        self._delayed: list[tuple[float, Frame]] = []
+    _server: DemoServer
+    _transport: Transport
+    _frames: DemoFrames = field(default_factory=DemoFrames)
+    #: The profile of the client's hello; `account` is set when it has logged in.
+    profile: str = ""
+    account: DemoAccount | None = None
+    #: The pairing code that the client was sent.
+    code: str | None = None
+    cumulative: bool = False
+    resumes: bool = False
+    # The number of sends that the next count confirms.
+    _arrived: int = 0
+    # Frames of a cumulative link that are sent later, in order, each with its time.
+    _delayed: list[tuple[float, Frame]] = field(default_factory=list)
 
     # -- sending -------------------------------------------------------------------------------
 
-    def say(self, frame: Frame) -> None:
-        """Send a frame."""
-        self._transport.write(encode(frame))
-
-    def say_bytes(self, data: bytes) -> None:
-        """Send raw bytes, valid or not."""
-        self._transport.write(data)
+    def say(self, frame: Frame | bytes) -> None:
+        """Send a frame, or raw bytes, valid or not."""
+        self._transport.write(frame if isinstance(frame, bytes) else encode(frame))
 
     def close(self, kind: str, reason: str, **more: Any) -> None:
         """Send the reason, then close the link."""
         self.say({"k": "close", "class": kind, "code": _CODES[kind], "reason": reason, **more})
+        self._end()
+
+    def _end(self) -> None:
         self._transport.close()
         self._server._gone(self)
 
@@ -93,9 +80,8 @@ class ServerLink:
         except (ProtocolError, RecursionError) as error:
             # (RecursionError: a deeply nested content, which was decoded but cannot be encoded.)
             self._server.protocol_errors += 1
-            self._transport.write(getattr(error, "farewell", b""))
-            self._transport.close()
-            self._server._gone(self)
+            self.say(getattr(error, "farewell", b""))
+            self._end()
         if self._arrived:
             count, self._arrived = self._arrived, 0
             self._confirm({"k": "upto", "more": count})
@@ -125,8 +111,7 @@ class ServerLink:
             else:
                 self.close("authentication", "the pairing code is wrong")
         elif kind == "bye":
-            self._transport.close()
-            self._server._gone(self)
+            self._end()
         elif kind not in ("pong", "error"):
             raise ProtocolError(f"unexpected frame {kind[:32]!r}", encode({"k": "error"}))
 
@@ -243,6 +228,3 @@ class ServerLink:
             self.say(self._delayed.pop(0)[1])
         if self._delayed:
             loop.call_at(self._delayed[0][0], self._say_delayed)
-
-    def __repr__(self) -> str:
-        return f"<ServerLink of {self.profile or 'no profile yet'} over {self._transport!r}>"

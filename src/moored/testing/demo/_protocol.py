@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moored.sessions import (
@@ -51,61 +52,55 @@ from ._frames import (
     text_of,
     wire_form,
 )
-from ._memory import DemoMemory
 
 if TYPE_CHECKING:
     from ._server import DemoServer
 
-__all__ = ["VERSION", "Demo", "DemoDialogue"]
+__all__ = ["VERSION", "Demo", "DemoDialogue", "DemoMemory"]
 
 #: The version of the protocol.
 VERSION = 1
 
 _CLASSES = {kind.name.lower(): kind for kind in CloseClass}
+_ONLY_WHEN_READY = frozenset(
+    ("ack", "upto", "nack", "bounce", "answer", "message", "receipt", "presence", "group")
+)
 
 
+@dataclass(slots=True)
+class DemoMemory:
+    """What a session keeps between two links: the token for resuming, and unconfirmed sends."""
+
+    token: str | None = None
+    unconfirmed: dict[str, bytes] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False, repr=False)
 class DemoDialogue(Dialogue):
     """One link."""
 
-    __slots__ = (
-        "_credentials",
-        "_cumulative",
-        "_frames",
-        "_line",
-        "_memory",
-        "_over",
-        "_profile",
-        "_ready",
-        "_version",
-    )
+    _profile: str
+    _credentials: bytes | None
+    _memory: DemoMemory | None
+    cumulative: bool = False
+    version: int = VERSION
+    _frames: DemoFrames = field(default_factory=DemoFrames)
+    # The ids of unconfirmed sends of this link, if a count confirms them.
+    _line: deque[str] | None = None
+    _ready: bool = False
+    _over: bool = False
 
-    def __init__(
-        self,
-        profile: str,
-        credentials: bytes | None,
-        memory: DemoMemory | None,
-        *,
-        cumulative: bool = False,
-        version: int = VERSION,
-    ) -> None:
-        self._profile = profile
-        self._credentials = credentials
-        self._memory = memory
-        self._cumulative = cumulative
-        self._version = version
-        self._frames = DemoFrames()
-        # The ids of unconfirmed sends of this link, if a count confirms them.
-        self._line = deque[str]() if cumulative else None
-        self._ready = False
-        self._over = False
+    def __post_init__(self) -> None:
+        if self.cumulative:
+            self._line = deque()
 
     # -- sending -------------------------------------------------------------------------------
 
     def hello(self) -> bytes:
         """Return the hello: profile, credentials and options."""
         key = None if self._credentials is None else text_from(self._credentials)
-        frame: Frame = {"k": "hello", "v": self._version, "profile": self._profile, "key": key}
-        if self._cumulative:
+        frame: Frame = {"k": "hello", "v": self.version, "profile": self._profile, "key": key}
+        if self.cumulative:
             frame["cumulative"] = True
         if self._memory is not None:
             frame["resume"] = self._memory.token or ""
@@ -122,7 +117,8 @@ class DemoDialogue(Dialogue):
         if len(data) > MAX_FRAME:
             raise StepFailed(f"it needs {len(data)} bytes; a frame has at most {MAX_FRAME}")
         if self._memory is not None:
-            self._memory.written(id, data)
+            self._memory.unconfirmed.pop(id, None)  # the new one is the last in the order
+            self._memory.unconfirmed[id] = data
         if self._line is not None:
             self._line.append(id)
         return data
@@ -133,7 +129,7 @@ class DemoDialogue(Dialogue):
             return
         for id, data in list(self._memory.unconfirmed.items()):
             if id not in wanted:
-                self._memory.settled(id)
+                del self._memory.unconfirmed[id]
                 continue
             if self._line is not None:
                 self._line.append(id)
@@ -176,13 +172,42 @@ class DemoDialogue(Dialogue):
             kind = frame["k"]
             if not self._ready and kind in _ONLY_WHEN_READY:
                 raise ProtocolError(f"the server sent a {kind!r} frame before its welcome")
-            handler = _HANDLERS.get(kind)
-            if handler is None:
-                yield Unhandled(kind[:64])
-            else:
-                yield from handler(self, frame)
+            yield self._event(kind, frame)
 
-    def _welcome(self, frame: Frame) -> Iterator[DialogueEvent]:
+    def _event(self, kind: str, frame: Frame) -> DialogueEvent:
+        match kind:
+            case "welcome":
+                return self._welcome(frame)
+            case "pair":
+                return LoginStep("pairing code", text_of(frame, "code"))
+            case "paired":
+                return self._paired(frame)
+            case "ack":
+                return Confirmed(self._settled(text_of(frame, "id")), frame.get("extra"))
+            case "upto":
+                return self._up_to(count_of(frame, "more"))
+            case "nack":
+                id = self._settled(text_of(frame, "id"))
+                return Refused(id, frame.get("code"), _reason(frame))
+            case "bounce":
+                return Bounced(text_of(frame, "id"), frame.get("code"), _reason(frame))
+            case "answer":
+                return Answered(text_of(frame, "id"), frame.get("value"), frame.get("code"))
+            case "message":
+                id, number = text_of(frame, "id"), count_of(frame, "n")
+                text_of(frame, "from")
+                return Happening(frame, number, (id, number), again=True)
+            case "receipt" | "presence" | "group":
+                return Happening(frame)
+            case "ping":
+                return Greeting(encode({"k": "pong"}))
+            case "pong":
+                return Ignored()
+            case "close":
+                return self._close(frame)
+        return Unhandled(kind[:64])
+
+    def _welcome(self, frame: Frame) -> Ready:
         if self._ready:
             raise ProtocolError("the server sent a second welcome")
         window = frame.get("window")
@@ -194,92 +219,38 @@ class DemoDialogue(Dialogue):
             if not resumed:
                 self._memory.unconfirmed.clear()
         self._ready = True
-        yield Ready(resumed and self._memory is not None, window)
+        return Ready(resumed and self._memory is not None, window)
 
-    def _pair(self, frame: Frame) -> Iterator[DialogueEvent]:
-        yield LoginStep("pairing code", text_of(frame, "code"))
-
-    def _paired(self, frame: Frame) -> Iterator[DialogueEvent]:
+    def _paired(self, frame: Frame) -> Accepted:
         try:
-            credentials = bytes_of(frame.get("key"))
+            return Accepted(bytes_of(frame.get("key")))
         except ValueError:
             raise ProtocolError("the server issued no valid credentials") from None
-        yield Accepted(credentials)
 
-    def _ack(self, frame: Frame) -> Iterator[DialogueEvent]:
-        id = text_of(frame, "id")
+    def _settled(self, id: str) -> str:
         if self._memory is not None:
-            self._memory.settled(id)
-        yield Confirmed(id, frame.get("extra"))
+            self._memory.unconfirmed.pop(id, None)
+        return id
 
-    def _up_to(self, frame: Frame) -> Iterator[DialogueEvent]:
-        count, line = count_of(frame, "more"), self._line
+    def _up_to(self, count: int) -> ConfirmedUpTo:
+        line = self._line
         if line is None or count > len(line):
             raise ProtocolError("the server confirmed more sends than were written")
         for _ in range(count):
-            id = line.popleft()
-            if self._memory is not None:
-                self._memory.settled(id)
-        yield ConfirmedUpTo(count)
+            self._settled(line.popleft())
+        return ConfirmedUpTo(count)
 
-    def _nack(self, frame: Frame) -> Iterator[DialogueEvent]:
-        id, code = text_of(frame, "id"), frame.get("code")
-        if self._memory is not None:
-            self._memory.settled(id)
-        yield Refused(id, code, text_of(frame, "reason") if "reason" in frame else "")
-
-    def _bounce(self, frame: Frame) -> Iterator[DialogueEvent]:
-        reason = text_of(frame, "reason") if "reason" in frame else ""
-        yield Bounced(text_of(frame, "id"), frame.get("code"), reason)
-
-    def _answer(self, frame: Frame) -> Iterator[DialogueEvent]:
-        yield Answered(text_of(frame, "id"), frame.get("value"), frame.get("code"))
-
-    def _message(self, frame: Frame) -> Iterator[DialogueEvent]:
-        id, number = text_of(frame, "id"), count_of(frame, "n")
-        text_of(frame, "from")
-        yield Happening(frame, number, (id, number), again=True)
-
-    def _happening(self, frame: Frame) -> Iterator[DialogueEvent]:
-        yield Happening(frame)
-
-    def _ping(self, frame: Frame) -> Iterator[DialogueEvent]:
-        yield Greeting(encode({"k": "pong"}))
-
-    def _pong(self, frame: Frame) -> Iterator[DialogueEvent]:
-        yield Ignored()
-
-    def _close(self, frame: Frame) -> Iterator[DialogueEvent]:
+    def _close(self, frame: Frame) -> Closing:
         self._over = True
-        kind, after = str(frame.get("class")), frame.get("retry_after")
+        after = frame.get("retry_after")
         if isinstance(after, bool) or not isinstance(after, int | float) or not 0 <= after < 86_400:
             after = None
-        yield Closing(
-            _CLASSES.get(kind, CloseClass.TRANSIENT),
-            frame.get("code"),
-            text_of(frame, "reason") if "reason" in frame else "",
-            retry_after=after,
-        )
+        kind = _CLASSES.get(str(frame.get("class")), CloseClass.TRANSIENT)
+        return Closing(kind, frame.get("code"), _reason(frame), retry_after=after)
 
 
-_HANDLERS = {
-    "welcome": DemoDialogue._welcome,
-    "pair": DemoDialogue._pair,
-    "paired": DemoDialogue._paired,
-    "ack": DemoDialogue._ack,
-    "upto": DemoDialogue._up_to,
-    "nack": DemoDialogue._nack,
-    "bounce": DemoDialogue._bounce,
-    "answer": DemoDialogue._answer,
-    "message": DemoDialogue._message,
-    "receipt": DemoDialogue._happening,
-    "presence": DemoDialogue._happening,
-    "group": DemoDialogue._happening,
-    "ping": DemoDialogue._ping,
-    "pong": DemoDialogue._pong,
-    "close": DemoDialogue._close,
-}
-_ONLY_WHEN_READY = _HANDLERS.keys() - {"welcome", "pair", "paired", "ping", "pong", "close"}
+def _reason(frame: Frame) -> str:
+    return text_of(frame, "reason") if "reason" in frame else ""
 
 
 class Demo(Protocol):
@@ -329,9 +300,7 @@ class Demo(Protocol):
         self, profile: str, credentials: bytes | None, memory: DemoMemory | None
     ) -> DemoDialogue:
         """Return a dialogue for a new link."""
-        return DemoDialogue(
-            profile, credentials, memory, cumulative=self.cumulative, version=self._version
-        )
+        return DemoDialogue(profile, credentials, memory, self.cumulative, self._version)
 
     def question(self, what: str, **details: Any) -> Any:
         """Return a query; a presence is a `Notice`, which is not answered."""

@@ -10,7 +10,7 @@ import asyncio
 import random
 import ssl
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Self
 
 from moored.sessions import InMemory, Tcp
@@ -45,73 +45,58 @@ class _HangsUp(asyncio.Protocol):
         transport.abort()
 
 
+@dataclass(eq=False, repr=False)
 class DemoServer:
-    """A server of the demo protocol.
+    """A server of the demo protocol."""
 
-    :param pairing: whether accounts need credentials, which the first login issues; otherwise any
-        name is accepted.
-    :param window: the most unconfirmed sends; None for any number.
-    :param strict: whether sends to unknown accounts are refused; otherwise they are confirmed and
-        dropped.
-    :param rng: the source of codes, keys and secrets.
-    :param history: the number of sends to remember, for `received` and to recognise duplicates.
-    """
+    _: KW_ONLY
+    #: Whether accounts need credentials, which the first login issues; otherwise any name is
+    #: accepted.
+    pairing: bool = False
+    #: The most unconfirmed sends; None for any number.
+    window: int | None = None
+    #: Whether sends to unknown accounts are refused; otherwise they are confirmed and dropped.
+    strict: bool = False
+    #: The source of codes, keys and secrets.
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    #: The number of sends to remember, for `received` and to recognise duplicates.
+    history: int = 100_000
+    # -- faults --
+    #: The number of acks to drop, from the next one on.
+    drop_acks: float = 0
+    #: Whether each ack is sent twice.
+    duplicate_acks: bool = False
+    #: Whether each ack comes after a partial one.
+    partial_acks: bool = False
+    #: Seconds until an ack or an answer is sent, or a function that returns them for each one.
+    delay: float | Callable[[], float] = 0.0
+    #: Whether it ignores all received bytes, as if it had hung.
+    deaf: bool = False
+    #: Whether it refuses new links.
+    refusing: bool = False
+    #: The oldest version of clients that is accepted.
+    minimum_version: int = 1
 
-    def __init__(
-        self,
-        *,
-        pairing: bool = False,
-        window: int | None = None,
-        strict: bool = False,
-        rng: random.Random | None = None,
-        history: int = 100_000,
-    ) -> None:
-        self.pairing = pairing
-        self.window = window
-        self.strict = strict
-        self.world = World(rng or random.Random(0), self._tell)
-        self._history = history
+    def __post_init__(self) -> None:
+        self.world = World(self.rng, self._tell)
         self._received: dict[tuple[str, str], ReceivedSend] = {}
         self._links: dict[str, ServerLink] = {}
         self._unknown: dict[ServerLink, None] = {}
         self._pairing: dict[str, ServerLink] = {}
         self._rejections: dict[str, tuple[object, str]] = {}
         self._era = 0
-        self._memory = InMemory(self.accept, name="demo server")
+        #: The endpoint for clients in this process.
+        self.memory = InMemory(self.accept, name="demo server")
         self._tcp: Tcp | None = None
         self._listener: asyncio.AbstractServer | None = None
-        # -- faults --
-        #: The number of acks to drop, from the next one on.
-        self.drop_acks: float = 0
-        #: Whether each ack is sent twice.
-        self.duplicate_acks = False
-        #: Whether each ack comes after a partial one.
-        self.partial_acks = False
-        #: Seconds until an ack or an answer is sent, or a function that returns them for each one.
-        self.delay: float | Callable[[], float] = 0.0
-        #: Whether it ignores all received bytes, as if it had hung.
-        self.deaf = False
-        #: Whether it refuses new links.
-        self.refusing = False
-        #: The oldest version of clients that is accepted.
-        self.minimum_version = 1
-        # -- counters --
-        self.accepted_links = 0
-        self.dropped_acks = 0
-        self.refused_sends = 0
-        self.protocol_errors = 0
+        self.accepted_links = self.dropped_acks = self.refused_sends = self.protocol_errors = 0
 
     # -- serving -------------------------------------------------------------------------------
 
     @property
     def endpoint(self) -> Endpoint:
         """The endpoint for clients: the TCP port after `serve()`, otherwise `memory`."""
-        return self._memory if self._tcp is None else self._tcp
-
-    @property
-    def memory(self) -> InMemory:
-        """The endpoint for clients in this process."""
-        return self._memory
+        return self.memory if self._tcp is None else self._tcp
 
     async def serve(
         self, host: str = "127.0.0.1", port: int = 0, *, tls: ssl.SSLContext | None = None
@@ -264,10 +249,7 @@ class DemoServer:
 
     def say(self, profile: str, frame: Frame | bytes) -> None:
         """Send a frame, or raw bytes, to an account: an unexpected ack, or invalid data."""
-        if isinstance(frame, bytes):
-            self._links[profile].say_bytes(frame)
-        else:
-            self._links[profile].say(frame)
+        self._links[profile].say(frame)
 
     # -- called by its links -------------------------------------------------------------------
 
@@ -313,8 +295,8 @@ class DemoServer:
             raise
         is_poll = isinstance(content, dict) and content.get("type") == "poll"
         extra = {"secret": self.world.token()} if is_poll else None
-        if self._history:
-            while len(self._received) >= self._history:
+        if self.history:
+            while len(self._received) >= self.history:
                 del self._received[next(iter(self._received))]
             self._received[sender, id] = ReceivedSend(
                 sender, recipient, id, content, 0, extra, self._era
@@ -331,8 +313,6 @@ class DemoServer:
         self, sender: str, recipient: str, id: str, content: Any, *, again: bool = False
     ) -> None:
         names = self.world.members(sender, recipient)
-        if not self.world.has_room(names):
-            raise Denied(507, "the mailbox of the recipient is full")
         frame: Frame = {"k": "message", "from": sender, "id": id, "content": content}
         if recipient in self.world.groups:
             frame["to"] = recipient

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from ._frames import PIECE, Frame, bytes_of, text_from
 
 __all__ = ["DemoAccount", "Denied", "World"]
-
-#: The most messages that are kept for an account.
-MOST_MAIL = 10_000
-#: The most groups.
-MOST_GROUPS = 10_000
-#: The most bytes of media that are kept, of all accounts.
-MOST_MEDIA = 64 * 1024 * 1024
 
 
 class Denied(Exception):
@@ -27,22 +21,20 @@ class Denied(Exception):
         self.reason = reason
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class DemoAccount:
     """One account."""
 
-    __slots__ = ("banned", "count", "key", "mail", "name", "resumable", "watchers")
-
-    def __init__(self, name: str, key: bytes | None) -> None:
-        self.name = name
-        #: Its credentials; None if it needs none.
-        self.key = key
-        self.banned = False
-        #: Unacknowledged messages, by number.
-        self.mail: dict[int, Frame] = {}
-        self.count = 0
-        #: The token for resuming the last link.
-        self.resumable: str | None = None
-        self.watchers: set[str] = set()
+    name: str
+    #: Its credentials; None if it needs none.
+    key: bytes | None = None
+    banned: bool = False
+    #: Unacknowledged messages, by number.
+    mail: dict[int, Frame] = field(default_factory=dict)
+    count: int = 0
+    #: The token for resuming the last link.
+    resumable: str | None = None
+    watchers: set[str] = field(default_factory=set)
 
 
 class World:
@@ -57,18 +49,14 @@ class World:
         self.accounts: dict[str, DemoAccount] = {}
         self.groups: dict[str, dict[str, Any]] = {}
         self._media: dict[str, bytearray] = {}
-        self._media_size = 0
 
     def token(self, size: int = 16) -> str:
         """Return a random token."""
         return self._rng.randbytes(size).hex()
 
-    def account(self, name: str, key: bytes | None = None) -> DemoAccount:
+    def account(self, name: str) -> DemoAccount:
         """Return the account of that name, created if it is new."""
-        found = self.accounts.get(name)
-        if found is None:
-            found = self.accounts[name] = DemoAccount(name, key)
-        return found
+        return self.accounts.setdefault(name, DemoAccount(name))
 
     # -- mail ----------------------------------------------------------------------------------
 
@@ -80,12 +68,6 @@ class World:
         if sender not in group["members"]:
             raise Denied(403, "not a member of the group")
         return [member for member in group["members"] if member != sender]
-
-    def has_room(self, names: list[str]) -> bool:
-        """Whether all of these mailboxes have room."""
-        return all(
-            len(self.accounts[name].mail) < MOST_MAIL for name in names if name in self.accounts
-        )
 
     def post(self, name: str, frame: Frame) -> None:
         """Keep and send a message until it is acknowledged; dropped for an unknown account."""
@@ -140,8 +122,6 @@ class World:
         self._tell(_word(question, "of"), {"k": "receipt", "ids": ids, "kind": "read", "by": who})
 
     def _do_group_create(self, who: str, question: Frame) -> str:
-        if len(self.groups) >= MOST_GROUPS:
-            raise Denied(507, "there is no room for more groups")
         members = list(dict.fromkeys([who, *_words(question, "members")]))
         id = f"group-{len(self.groups) + 1}"
         self.groups[id] = {"id": id, "name": _word(question, "name"), "members": members}
@@ -179,8 +159,6 @@ class World:
             data = bytes_of(question.get("data"))
         except ValueError as error:
             raise Denied(400, f"data is {error}") from None
-        if self._media_size + len(data) > MOST_MEDIA:
-            raise Denied(413, "there is no room for more media")
         location = _word(question, "location") if question.get("location") else ""
         if not location:
             location = f"media-{len(self._media) + 1}"
@@ -188,7 +166,6 @@ class World:
         elif location not in self._media:
             raise Denied(404, "no such media")
         self._media[location] += data
-        self._media_size += len(data)
         return {"location": location, "size": len(self._media[location])}
 
     def _do_download(self, who: str, question: Frame) -> str:
