@@ -8,6 +8,7 @@ import logging
 import pickle
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,6 @@ def test_option_is_part_of_the_connection_key() -> None:
     assert logged.key != plain.key == ConnectionConfig.from_uri("http://localhost:19530").key
     assert logged.key == milvus_config(option={"tenant": "blue"}).key
     assert "blue" not in logged.key
-    for same in (logged.at(logged.address), pickle.loads(pickle.dumps(logged))):
+    for same in (replace(logged, address=logged.address), pickle.loads(pickle.dumps(logged))):
         assert (same, same.key) == (logged, logged.key)
-    assert logged.at("other:1").key != plain.at("other:1").key
+    assert replace(logged, address="other:1").key != replace(plain, address="other:1").key

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import grpc.aio  # type: ignore[import-untyped]
 from moored.kernel import all_of, awaited, in_thread
 
 from ._channel_pool import lanes_of
-from ._dial import AwaitableCall, close_channel, ready
+from ._dial import close_channel, ended_call, ready
 from ._errors import ConfigError
 from ._fork import inside
 from ._manager_options import ManagerOptions
@@ -85,7 +84,7 @@ class ThreadChannels(Channels):
 
     async def _answers(self, channel: Any) -> bool:
         if self._probe is None:
-            return await _ask(channel)
+            return await _is_serving(channel)
         call = partial(_inside, self._probe, channel)
         return bool(await in_thread(call, name="moored-rpc-probe"))
 
@@ -96,7 +95,7 @@ class AioChannels(Channels):
     wanted, other = "grpc.aio.Channel", grpc.Channel
 
     async def _answers(self, channel: Any) -> bool:
-        outcome = (self._probe or _ask_aio)(channel)
+        outcome = (self._probe or _is_serving)(channel)
         return bool(await awaited(outcome))
 
 
@@ -105,19 +104,7 @@ def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:
         return probe(channel)
 
 
-async def _ask(channel: grpc.Channel) -> bool:
-    call = AwaitableCall(channel.unary_unary(_HEALTH), PROBE_TIMEOUT)
-    try:
-        code = await call.code()
-    except asyncio.CancelledError:
-        call.cancel()
-        raise
-    return bool(call.answer() == _SERVING if code is grpc.StatusCode.OK else code not in _SILENT)
-
-
-async def _ask_aio(channel: grpc.aio.Channel) -> bool:
-    try:
-        answer: bytes = await channel.unary_unary(_HEALTH)(b"", timeout=PROBE_TIMEOUT)
-    except grpc.RpcError as error:
-        return error.code() not in _SILENT
-    return answer == _SERVING
+async def _is_serving(channel: Any) -> bool:
+    call = await ended_call(channel, channel.unary_unary(_HEALTH), timeout=PROBE_TIMEOUT)
+    code = await call.code()
+    return bool(await call == _SERVING if code is grpc.StatusCode.OK else code not in _SILENT)

@@ -149,10 +149,6 @@ class ConnectionConfig:
         """The URI with its secrets hidden, for messages."""
         return redacted(self.uri)
 
-    def at(self, address: str) -> ConnectionConfig:
-        """Return this configuration with another address, that of the current primary."""
-        return ConnectionConfig(self.uri, address, self.token, self.db_name, self.options)
-
     def __reduce__(self) -> tuple[Any, ...]:
         # Without the key: the process that unpickles this has another salt.
         return type(self), (self.uri, self.address, self.token, self.db_name, dict(self.options))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,13 @@ from ._fork import GrpcVisit, inside
 from ._tls_hints import unusable
 
 __all__ = [
-    "AwaitableCall",
     "CredentialProvider",
     "Metadata",
     "TokenCredentials",
     "channel_options",
     "close_channel",
     "close_unused",
+    "ended_call",
     "make_aio_channel",
     "make_channel",
     "ready",
@@ -63,15 +63,7 @@ DEFAULTS: dict[str, int] = {
 }
 
 #: Errors for which reading a file again does not help.
-_NO_FILE = {
-    errno.ENOENT,
-    errno.EACCES,
-    errno.EPERM,
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-}
+_NO_FILE = {errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG}
 
 #: What the error of a server that received too many pings contains.
 _TOO_MANY_PINGS = ("too_many_pings", "too many pings", "enhance_your_calm")
@@ -246,13 +238,8 @@ async def ready(channel: Any) -> None:
     show why a connect fails; and for a `grpc.Channel`, gRPC watches with a thread that stays in its
     core for up to 0.2 s longer, which delays a close, and may break the child of a fork.
     """
-    ask = channel.unary_unary(_ANY_METHOD)
-    call = ask(b"") if _is_aio(channel) else AwaitableCall(ask)
-    try:
-        code = await call.code()
-    except asyncio.CancelledError:
-        call.cancel()
-        raise
+    call = await ended_call(channel, channel.unary_unary(_ANY_METHOD))
+    code = await call.code()
     if code in _NOT_THERE:
         why = await call.details() or code.name
         if (mistake := unusable(why)) is not None:
@@ -283,15 +270,28 @@ def _is_aio(channel: Any) -> bool:
     return isinstance(channel, grpc.aio.Channel)
 
 
-class AwaitableCall:
+async def ended_call(channel: Any, ask: Any, request: Any = b"", **options: Any) -> Any:
+    """Make a unary call over a channel of either kind; return it when it has ended.
+
+    Awaiting it again returns its response, or raises its error.
+    """
+    call = ask(request, **options) if _is_aio(channel) else _AwaitableCall(ask, request, options)
+    try:
+        await call.code()
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
+    return call
+
+
+class _AwaitableCall:
     """A call over a `grpc.Channel` that can be awaited; it is made again if a fork interrupts it.
 
-    Create it on the loop, and await `code`.
+    Create it on the loop, and await `code` first.
     """
 
-    def __init__(self, ask: Any, timeout: float | None = None) -> None:
-        self._ask = ask
-        self._timeout = timeout
+    def __init__(self, ask: Any, request: Any, options: dict[str, Any]) -> None:
+        self._start = partial(ask.future, request, **options)
         self._loop = asyncio.get_running_loop()
         self._begin()
 
@@ -299,7 +299,7 @@ class AwaitableCall:
         self._over: asyncio.Future[None] = self._loop.create_future()
         self._visit = visit = GrpcVisit()
         try:
-            self._call = self._ask.future(b"", timeout=self._timeout)
+            self._call = self._start()
         except BaseException:
             visit.end()
             raise
@@ -326,8 +326,8 @@ class AwaitableCall:
         """Return the details of the status."""
         return self._call.details()
 
-    def answer(self) -> Any:
-        """Return the answer of a call that has ended."""
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
         return self._call.result()
 
     def cancel(self) -> None:

@@ -9,44 +9,32 @@ other, and a channel is never closed under a call that has begun.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 __all__ = ["LiveChannel"]
 
 
+@dataclass(slots=True, weakref_slot=True, eq=False, repr=False)
 class LiveChannel:
     """A channel of one generation."""
 
-    __slots__ = (
-        "__weakref__",
-        "address",
-        "calls",
-        "channel",
-        "closed",
-        "ended",
-        "endless",
-        "number",
-        "retired",
-        "watcher",
-    )
-
-    def __init__(self, number: int, channel: Any, address: str) -> None:
-        self.number = number
-        #: The inner channel: of grpc, or of grpc.aio.
-        self.channel = channel
-        self.address = address
-        #: Its length is the number of calls in flight.
-        self.calls: list[None] = []
-        #: Whether no new call begins over it; the channel is closed after its last call.
-        self.retired = False
-        #: Whether the channel is closed, or is being closed.
-        self.closed = False
-        #: Whether its calls did not end before an earlier fork.
-        self.endless = False
-        #: Called after each call that ends, while the last one is awaited.
-        self.watcher: Callable[[LiveChannel], None] | None = None
-        #: The done callback of its `grpc.aio` calls.
-        self.ended: Callable[[Any], None] | None = None
+    number: int
+    #: The inner channel: of grpc, or of grpc.aio.
+    channel: Any
+    address: str
+    #: Its length is the number of calls in flight.
+    calls: list[None] = field(default_factory=list)
+    #: Whether no new call begins over it; the channel is closed after its last call.
+    retired: bool = False
+    #: Whether the channel is closed, or is being closed.
+    closed: bool = False
+    #: Whether its calls did not end before an earlier fork.
+    endless: bool = False
+    #: Called after each call that ends, while the last one is awaited.
+    watcher: Callable[[LiveChannel], None] | None = None
+    #: The done callback of its `grpc.aio` calls.
+    ended: Callable[[Any], None] | None = None
 
     def leave(self) -> None:
         """Count a call that has ended."""

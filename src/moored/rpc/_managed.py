@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ._clients import Clients
@@ -18,54 +19,47 @@ H = TypeVar("H")
 _USABLE = (CHART.find("ready/serving"), CHART.find("ready/renewing"))
 
 
+@dataclass(eq=False, repr=False)
 class ManagedConnection(Generic[H]):
     """A connection in the table of a manager.
 
     The handler stays the same for the whole life of the connection; the channel in it is replaced.
     """
 
-    def __init__(
-        self,
-        handler: H,
-        config: ConnectionConfig,
-        strategy: Any,
-        core: ConnectionCore,
-        *,
-        key: str,
-        dedicated: bool,
-        created_at: float,
-        connect_timeout: float,
-    ) -> None:
-        self.handler = handler
-        self.config = config
-        self.strategy = strategy
-        self.core = core
-        #: The key in the table; that of a dedicated connection has a number in it.
-        self.key = key
-        self.dedicated = dedicated
-        #: When it was made, by the manager's monotonic clock.
-        self.created_at = created_at
-        self.connect_timeout = connect_timeout
-        #: The address of the current channel.
-        self.address = config.address
-        #: The clients that were named with `client=`, held weakly.
-        self.clients: Clients[object] = Clients()
-        #: The number of unnamed clients. A surplus `release()` by one of them is counted for
-        #: another one, whose next call then reopens the connection: see `detach`.
-        self.anonymous = 0
-        #: Puts the handler to sleep before a connection that seems unused is closed: a call over
-        #: it opens a connection again. Returns False if calls have begun. Set by the manager, and
-        #: called under its lock.
-        self.detach: Callable[[], bool] = lambda: True
-        #: Since when it has no clients.
-        self.unused_since: float | None = None
-        self.waiters: list[asyncio.Future[None]] = []
-        #: The current, or the last, attempt to connect.
-        self.dial: asyncio.Task[None] | None = None
-        #: Multiplies the interval between pings after the server has received too many.
-        self.ping_factor = 1
-        #: The generation in which unsent calls were last recorded: once for each outage.
-        self.unsent_in = -1
+    handler: H
+    config: ConnectionConfig
+    strategy: Any
+    core: ConnectionCore
+    _: KW_ONLY
+    #: The key in the table; that of a dedicated connection has a number in it.
+    key: str
+    dedicated: bool
+    #: When it was made, by the manager's monotonic clock.
+    created_at: float
+    connect_timeout: float
+    #: The address of the current channel.
+    address: str = ""
+    #: The clients that were named with `client=`, held weakly.
+    clients: Clients[object] = field(default_factory=Clients)
+    #: The number of unnamed clients. A surplus `release()` by one of them is counted for another
+    #: one, whose next call then reopens the connection: see `detach`.
+    anonymous: int = 0
+    #: Puts the handler to sleep before a connection that seems unused is closed: a call over it
+    #: opens a connection again. Returns False if calls have begun. Set by the manager, and called
+    #: under its lock.
+    detach: Callable[[], bool] = lambda: True
+    #: Since when it has no clients.
+    unused_since: float | None = None
+    waiters: list[asyncio.Future[None]] = field(default_factory=list)
+    #: The current, or the last, attempt to connect.
+    dial: asyncio.Task[None] | None = None
+    #: Multiplies the interval between pings after the server has received too many.
+    ping_factor: int = 1
+    #: The generation in which unsent calls were last recorded: once for each outage.
+    unsent_in: int = -1
+
+    def __post_init__(self) -> None:
+        self.address = self.config.address
 
     @property
     def generation(self) -> int:

@@ -80,10 +80,6 @@ class MilvusConfig(ConnectionConfig):
         text = repr(sorted(self.client_info.items())).encode()
         return f"{key}|{hashlib.blake2b(text, key=SALT, digest_size=8).hexdigest()}"
 
-    def at(self, address: str) -> ConnectionConfig:
-        """Return this configuration with another address, that of the current primary."""
-        return replace(self, address=address)
-
     def __reduce__(self) -> tuple[Any, ...]:
         kind, values = super().__reduce__()
         return kind, (*values, dict(self.client_info))

@@ -12,12 +12,11 @@ fetched: if there is another primary, the call is retried there; if not, it fail
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
@@ -32,11 +31,11 @@ from .._channel_pool import lanes_of
 from .._channels import PROBE_TIMEOUT
 from .._config import ConnectionConfig
 from .._dial import (
-    AwaitableCall,
     CredentialProvider,
     Metadata,
     TokenCredentials,
     close_channel,
+    ended_call,
     make_aio_channel,
     make_channel,
 )
@@ -218,29 +217,9 @@ async def _greet(channel: Any, request: Any, metadata: Metadata) -> Any:
         request_serializer=milvus_pb2.ConnectRequest.SerializeToString,
         response_deserializer=milvus_pb2.ConnectResponse.FromString,
     )
-    if isinstance(channel, grpc.aio.Channel):
-        answer = await ask(request, metadata=metadata)
-    else:
-        call = AwaitableCall(_Greeting(ask, request, metadata))
-        try:
-            await call.code()
-        except asyncio.CancelledError:
-            call.cancel()
-            raise
-        answer = call.answer()
+    answer = await (await ended_call(channel, ask, request, metadata=metadata))
     check_status(answer.status)
     return answer
-
-
-class _Greeting(NamedTuple):
-    """A `Connect` call with its arguments, in the form that `AwaitableCall` makes calls."""
-
-    ask: Any
-    request: Any
-    metadata: Metadata
-
-    def future(self, _: bytes, timeout: float | None) -> Any:
-        return self.ask.future(self.request, timeout=timeout, metadata=self.metadata)
 
 
 class _IdentifierInterceptor:

@@ -22,7 +22,7 @@ from .._secrets import secrets_of, without_secrets
 from ._refresher import EVERY, Refresher
 from ._source_pacing import PACE, SourcePacing
 from ._sources import CallableTopology, Found, HttpTopology, TopologySource
-from ._topology import Advice, Role, Topology, TopologyMixin, address_of, config_for, pick
+from ._topology import Advice, Role, Topology, TopologyMixin, address_of, config_for, pick, wanted
 
 __all__ = ["FetchTopology", "Follower", "HandlerFactory", "Managed", "source_of"]
 
@@ -126,10 +126,7 @@ class Follower(TopologyMixin):
     @property
     def choices(self) -> int:
         """The number of members that a connection may lead to."""
-        known = self.topology
-        if known is None or (self.role == "primary" and not known.equal):
-            return 1
-        return len(known.primaries if self.role == "primary" else known.readable)
+        return 1 if self.topology is None else len(wanted(self.topology, self.role))
 
     # -- the choice of a member ----------------------------------------------------------------
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import os
 import socket
 import ssl
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
@@ -254,21 +252,15 @@ class _VersionCounter:
     """
 
     def __init__(self) -> None:
-        self._begin()
         self._last = Topology(0, ())
 
-    def _begin(self) -> None:
-        self._lock, self._pid = threading.Lock(), os.getpid()
-
     def of(self, members: tuple[Member, ...]) -> Topology:
-        if self._pid != os.getpid():
-            self._begin()  # a thread may have held the lock when this process was forked
-        with self._lock:
-            if set(members) != set(self._last.members):
-                staying = [each for each in self._last.members if each in members]
-                coming = [each for each in members if each not in staying]
-                self._last = Topology(self._last.version + 1, (*staying, *coming))
-            return self._last
+        last = self._last
+        if set(members) != set(last.members):
+            staying = [each for each in last.members if each in members]
+            coming = [each for each in members if each not in staying]
+            last = self._last = Topology(last.version + 1, (*staying, *coming))
+        return last
 
 
 class DnsTopology(TopologySource):

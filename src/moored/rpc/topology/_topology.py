@@ -11,7 +11,7 @@ It does no I/O: `_sources` fetches topologies. Invariants:
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, IntFlag
 from random import Random
@@ -33,6 +33,7 @@ __all__ = [
     "config_for",
     "parse_topology",
     "pick",
+    "wanted",
 ]
 
 #: The wanted member: the writable one, or the nearest readable one.
@@ -268,7 +269,7 @@ class TopologyMixin:
             known = self._known
             if known is not None and topology.version <= known.version:
                 return False
-            for member in _wanted(topology, self.role):
+            for member in wanted(topology, self.role):
                 address_of(member)
             self._known = topology
             return True
@@ -278,12 +279,12 @@ class TopologyMixin:
         known = self._known
         if known is None:
             return Advice.UNKNOWN
-        wanted = {address_of(member) for member in _wanted(known, self.role)}
-        return Advice.RECONNECT if in_use in wanted else Advice.MOVE
+        addresses = {address_of(member) for member in wanted(known, self.role)}
+        return Advice.RECONNECT if in_use in addresses else Advice.MOVE
 
 
-def _wanted(topology: Topology, role: Role) -> Iterable[Member]:
-    """The members that a connection may lead to."""
+def wanted(topology: Topology, role: Role) -> tuple[Member, ...]:
+    """Return the members that a connection may lead to; raise if there is none."""
     if role == "primary" and not topology.equal:
         return (topology.primary,)
     pick(topology, role)
