@@ -41,7 +41,7 @@ class Process:
         self.paused = False
         self.transports: dict[SimTransport, None] = {}
         self.servers: dict[SimServer, None] = {}
-        self.awaited: dict[asyncio.Future[Any], None] = {}
+        self.killed: asyncio.Future[None] = host.loop.create_future()
         self._parked: list[asyncio.Handle] = []
 
     def context(self) -> Context:
@@ -86,9 +86,7 @@ class Process:
             server.killed()
         for transport in list(self.transports):
             transport.killed()
-        for future in list(self.awaited):
-            if not future.done():
-                future.set_exception(HostKilled(f"host {self.host.name!r} was killed"))
+        self.killed.set_result(None)
 
 
 class Host:
@@ -132,18 +130,15 @@ class Host:
 
     async def run(self, coro: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine on this host and wait for it; raise `HostKilled` if the host dies."""
-        process = self.process
-        task = self.start(coro)
-        outcome: asyncio.Future[T] = self.loop.create_future()
-        process.awaited[outcome] = None
-        task.add_done_callback(lambda done: _copy_result(done, outcome))
+        task, killed = self.start(coro), self.process.killed
         try:
-            return await outcome
+            await asyncio.wait((task, killed), return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
             task.cancel()
             raise
-        finally:
-            process.awaited.pop(outcome, None)
+        if not task.done():
+            raise HostKilled(f"host {self.name!r} was killed")
+        return task.result()
 
     def kill(self) -> None:
         """End everything on this host at once: no `finally` block runs, connections break.
@@ -204,18 +199,3 @@ class Host:
     def __repr__(self) -> str:
         state = "killed" if not self.alive else "paused" if self.paused else "running"
         return f"<Host {self.name} ({self.ip}) {state}, {len(self.process.transports)} connections>"
-
-
-def _copy_result(task: asyncio.Task[T], outcome: asyncio.Future[T]) -> None:
-    if task.cancelled():
-        outcome.cancel()
-    elif (error := task.exception()) is None:
-        if not outcome.done():
-            outcome.set_result(task.result())
-    elif not outcome.done():
-        outcome.set_exception(error)
-    else:
-        message = "a task on a host failed after its waiter was cancelled"
-        task.get_loop().call_exception_handler(
-            {"message": message, "exception": error, "task": task}
-        )
