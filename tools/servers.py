@@ -40,6 +40,7 @@ SERVERS = (
     Server("pgbouncer", "pgbouncer", "/usr/sbin/pgbouncer", "PostgreSQL behind PgBouncer"),
     Server("openssl", "openssl", "openssl", "TLS, with certificates made for the test"),
     Server("mosquitto", "mosquitto", "/usr/sbin/mosquitto", "sessions over MQTT"),
+    Server("nginx", "nginx-light", "/usr/sbin/nginx", "streams to browsers behind a proxy"),
     Server("ejabberd", "ejabberd", "/usr/sbin/ejabberdctl", "sessions over MQTT, a second broker"),
 )
 

@@ -20,7 +20,6 @@ from ._events import HistoryLost, SourceEvent, SourceGap
 
 with extra("redis", "moored.broker.redis"):
     from redis.asyncio import Redis
-    from redis.exceptions import ResponseError
 
 __all__ = ["RedisEvents"]
 
@@ -68,11 +67,10 @@ class RedisEvents:
 
     async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
         """Yield new entries; after an error, from the last one on."""
-        first, last = await self._bounds()
         if self._last is None:
-            self._last = last
-        elif not first <= self._last <= last:
-            self._last = last
+            self._last = await self._newest()
+        elif not await self._has(self._last):
+            self._last = await self._newest()
             yield SourceGap("entries of the Redis stream were lost")
         while True:
             found = await self._client.xread(
@@ -97,8 +95,7 @@ class RedisEvents:
         self, after: Position, tenant: str, channels: frozenset[str], limit: int
     ) -> list[SourceEvent]:
         """Return entries of the tenant after a position."""
-        first, last = await self._bounds()
-        if not first <= after <= last:
+        if not await self._has(after):
             raise HistoryLost("the history does not reach back to the event id")
         found: list[SourceEvent] = []
         while len(found) < limit:
@@ -110,17 +107,14 @@ class RedisEvents:
             after = events[-1].position
         return found[:limit]
 
-    async def _bounds(self) -> tuple[Position, Position]:
-        """Return the first position from which nothing is missing, and the last one."""
-        try:
-            info = await self._client.xinfo_stream(self._key)
-        except ResponseError:  # no such key
-            return START, START
-        last: str = info["last-generated-id"]
-        if info.get("entries-added") == info["length"]:
-            return START, self.position(last)  # none was removed
-        first: str = info["first-entry"][0] if info["first-entry"] else last
-        return self.position(first), self.position(last)
+    async def _newest(self) -> Position:
+        entries = await self._client.xrevrange(self._key, count=1)
+        return self.position(entries[0][0]) if entries else START
+
+    async def _has(self, position: Position) -> bool:
+        """Whether the stream has the entry, and so all after it: the oldest are removed first."""
+        id = _text(position)
+        return position == START or bool(await self._client.xrange(self._key, id, id))
 
 
 def _is_of(event: SourceEvent, tenant: str) -> bool:
