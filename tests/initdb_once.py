@@ -1,4 +1,4 @@
-"""Run `initdb` once for each set of options, and copy the result for later temporary servers.
+"""Run `initdb` once for each set of options, and copy the result for later servers.
 
 A run of `initdb` takes most of a second of CPU time, a copy a tenth, and the tests start about a
 hundred servers. The copies share one password and one system identifier.
@@ -22,12 +22,12 @@ from moored.embedded._cluster import Cluster
 __all__ = ["initdb_once"]
 
 #: Run `initdb`, and keep a copy of its result for later servers.
-_KEEP = 'kept=$1; data=$2; shift 2; "$@" && cp -a "$data" "$kept.new" && mv "$kept.new" "$kept"'
+_KEEP = 'kept=$1; data=$2; shift 2; "$@" && cp -a "$data/." "$kept.new" && mv "$kept.new" "$kept"'
 
 
 @contextmanager
 def initdb_once() -> Iterator[None]:
-    """Let the temporary servers of this process share the results of `initdb`."""
+    """Let the servers of this process share the results of `initdb`."""
     real = Cluster.initdb
     folder = Path(tempfile.mkdtemp(prefix="moored-initdb-"))
     folder.chmod(0o711)
@@ -35,13 +35,11 @@ def initdb_once() -> Iterator[None]:
 
     def quick(cluster: Cluster, data: Path) -> list[str]:
         command = real(cluster, data)
-        if not cluster.directory.temporary or cluster.options.password is not None:
-            return command
         options = [option for option in command if not option.startswith(("--pgdata", "--pwfile"))]
         place = next(
             option.partition("=")[2] for option in command if option.startswith("--pgdata")
         )
-        kind = (cluster.account.uid, *options)
+        kind = (cluster.account.uid, cluster.options.password, *options)
         if kind not in kinds:
             kinds[kind] = folder / str(len(kinds))
             kinds[kind].mkdir()
