@@ -30,7 +30,7 @@ from _harness import Figure, Report, load_note, main, spread
 from _recovery_side import CONSUMER, TABLE
 from moored.embedded import EmbeddedPostgres
 from moored.postgres import Changes, Postgres, Transaction
-from moored.postgres._postgres import BACKOFF
+from moored.postgres.manage._stack import BACKOFF
 from moored.testing import FaultProxy
 
 LIMIT = 60.0

@@ -17,7 +17,7 @@ from psycopg.conninfo import conninfo_to_dict
 from moored.kernel import Backoff, Context, IllegalMove, Machine, Move
 from moored.postgres import _postgres
 from moored.postgres.consume import _store
-from moored.postgres.manage import _manager
+from moored.postgres.manage import _manager, _stack
 from moored.postgres.manage._manager import Manager, SubsystemFailed
 from moored.postgres.manage._manager_core import Actions, ManagerCore, Role
 from moored.postgres.server import _connect
@@ -187,11 +187,11 @@ def seams() -> Iterator[None]:
             (_replication, "ReplicationLink", mock.Mock(spec=["dial"], dial=_dial)),
             (psycopg.AsyncConnection, "connect", _open),
             (_manager, "ManagedPool", _pool),
-            (_postgres, "StateStore", _kept_store),
+            (_stack, "StateStore", _kept_store),
             (_store, "_make_private", lambda path: None),
-            (_postgres, "ManagerCore", WatchedCore),
-            (_postgres, "Backoff", WatchedBackoff),
-            (_postgres, "Machine", WatchedMachine),
+            (_stack, "ManagerCore", WatchedCore),
+            (_stack, "Backoff", WatchedBackoff),
+            (_stack, "Machine", WatchedMachine),
             (_postgres, "Manager", WatchedManager),
             (_connect, "cut", _cut),
             (asyncio, "to_thread", _to_thread),

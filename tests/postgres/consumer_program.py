@@ -20,7 +20,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, Protocol
 
-import moored.postgres._postgres as _postgres
+import moored.postgres.manage._stack as _stack
 import moored.postgres.server._admin as _admin
 from moored.postgres import UNCHANGED, Change, Emitted, Postgres, Reset, Transaction
 from moored.postgres import Truncate as _Truncate
@@ -262,7 +262,7 @@ async def main(config: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    _postgres.BACKOFF = BACKOFF
+    _stack.BACKOFF = BACKOFF
     logging.basicConfig(format="%(asctime)s %(message)s", level=logging.INFO)
     config = json.loads(sys.argv[1])
     if "dies" in config:

@@ -15,9 +15,9 @@ import psycopg
 import pytest
 
 from moored.embedded import EmbeddedPostgres
-from moored.postgres import Changes, Postgres, Reset, Transaction, _postgres
+from moored.postgres import Changes, Postgres, Reset, Transaction
 from moored.postgres.consume._hub import Hub
-from moored.postgres.manage import _manager_core
+from moored.postgres.manage import _manager_core, _stack
 from moored.postgres.server import _admin
 
 __all__ = [
@@ -70,7 +70,7 @@ def quicken(
     monkeypatch: pytest.MonkeyPatch, *, check_every: float | None = None, quiet: float | None = None
 ) -> None:
     """Shorten the waits between tries, and those before something is looked at."""
-    monkeypatch.setattr(_postgres, "BACKOFF", (0.05, 0.5))
+    monkeypatch.setattr(_stack, "BACKOFF", (0.05, 0.5))
     if check_every is not None:
         monkeypatch.setattr(_manager_core, "CHECK_EVERY", check_every)
     if quiet is not None:

@@ -11,20 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from moored.kernel import Backoff, Clock, Machine, Recorder, StatusMonitor, Supervisor
+from moored.kernel import Backoff, Clock, Recorder, Supervisor
 from moored.postgres._settings import Settings
-from moored.postgres.consume._hub import Hub
-from moored.postgres.consume._integrity import Integrity
-from moored.postgres.consume._store import StateStore
+from moored.postgres.manage import Stack
 from moored.postgres.manage._manager import Manager, SubsystemFailed
-from moored.postgres.manage._manager_core import Act, Action, Actions, ManagerCore, Timer
+from moored.postgres.manage._manager_core import Act, Action, Actions, Timer
 from moored.postgres.manage._parts import Parts
-from moored.postgres.report._health import CONDITIONS, Status, status_of
-from moored.postgres.report._outages import Outages
-from moored.postgres.report._phases import CHART
+from moored.postgres.report._health import status_of
 from moored.postgres.server._faults import Diagnosis
-from moored.postgres.server._resolver import Resolver
-from moored.postgres.stream._replication import ReceivedTotals, ReplicationClient
+from moored.postgres.stream._replication import ReplicationClient
 from moored.testing import Sim, run_one
 
 pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
@@ -33,41 +28,26 @@ URL = "postgresql://nobody@127.0.0.1:1/none"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[StateStore]:
-    opened = StateStore(tmp_path / "state.db")
-    yield opened
-    opened.close()
+async def manager(tmp_path: Path) -> AsyncIterator[Manager]:
+    with made(tmp_path) as manager:
+        async with Supervisor("connections", intensity=None) as connections:
+            manager._parts = Parts(connections, manager._post_event)
+            yield manager
 
 
-@pytest.fixture
-async def manager(store: StateStore, tmp_path: Path) -> AsyncIterator[Manager]:
-    made = make(store, tmp_path)
-    async with Supervisor("connections", intensity=None) as connections:
-        made._parts = Parts(connections, made._post_event)
-        yield made
-
-
-def make(store: StateStore, tmp_path: Path) -> Manager:
+@contextlib.contextmanager
+def made(tmp_path: Path) -> Iterator[Manager]:
     clock = Clock.current()
-    recorder = Recorder(clock=clock)
-    hub = Hub(store, recorder)
-    monitor: StatusMonitor[Status] = StatusMonitor(
-        CONDITIONS, lambda conditions: status_of(conditions, asleep=False, loaded=True)
-    )
-    return Manager(
+    stack = Stack(
         Settings(database_url=URL, replication_url=URL, state_dir=tmp_path),
-        ManagerCore(Machine("postgres", CHART, clock=clock), Backoff(1.0, 10.0, clock=clock)),
-        hub,
-        Integrity(store, hub, lambda name, detail: None),
-        monitor,
-        clock=clock,
-        recorder=recorder,
-        emit=lambda name, detail: None,
-        outages=Outages(clock),
-        resolver=Resolver(),
-        totals=ReceivedTotals(),
-        used=lambda: None,
+        clock,
+        Recorder(clock=clock),
+        lambda conditions: status_of(conditions, asleep=False, loaded=True),
     )
+    try:
+        yield Manager(stack, lambda: None)
+    finally:
+        stack.store.close()
 
 
 async def fail() -> None:
@@ -173,20 +153,18 @@ async def test_a_run_that_ends_by_a_defect_is_restarted_after_the_backoff(manage
 
 @pytest.mark.parametrize("waiting", [[], ["orders"], None])
 def test_tables_are_checked_at_least_every_ten_seconds(
-    store: StateStore, tmp_path: Path, waiting: list[str] | None
+    tmp_path: Path, waiting: list[str] | None
 ) -> None:
     """None: the look itself failed."""
     looks: list[float] = []
 
     async def scenario(sim: Sim) -> None:
-        manager = make(store, tmp_path)
-
         async def look() -> list[str] | None:
             looks.append(sim.now)
             return waiting
 
-        manager._publish_tables = look  # type: ignore[method-assign]
-        with contextlib.suppress(TimeoutError):
+        with made(tmp_path) as manager, contextlib.suppress(TimeoutError):
+            manager._publish_tables = look  # type: ignore[method-assign]
             async with asyncio.timeout(300.0):
                 await manager._keep_published()
 
@@ -197,19 +175,17 @@ def test_tables_are_checked_at_least_every_ten_seconds(
         assert max(waits) == pytest.approx(10.0)
 
 
-def test_the_stream_is_rewound_at_most_every_five_seconds(
-    store: StateStore, tmp_path: Path
-) -> None:
+def test_the_stream_is_rewound_at_most_every_five_seconds(tmp_path: Path) -> None:
     begun: list[float] = []
 
     async def scenario(sim: Sim) -> None:
-        manager = make(store, tmp_path)
-        while sim.now < 60.0:
-            manager._rewind()
-            await asyncio.sleep(0.3)
-            while not manager._events.empty():
-                manager._events.get_nowait()
-                begun.append(sim.now)
+        with made(tmp_path) as manager:
+            while sim.now < 60.0:
+                manager._rewind()
+                await asyncio.sleep(0.3)
+                while not manager._events.empty():
+                    manager._events.get_nowait()
+                    begun.append(sim.now)
 
     run_one(scenario, 0).result()
     waits = [after - before for before, after in pairwise(begun)]

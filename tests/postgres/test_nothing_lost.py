@@ -26,8 +26,8 @@ import pytest
 from psycopg import sql
 
 from moored.embedded import EmbeddedPostgres
-from moored.postgres import Postgres, _postgres
-from moored.postgres.manage import _manager
+from moored.postgres import Postgres
+from moored.postgres.manage import _manager, _stack
 from moored.testing import FaultProxy, base_seed, scaled
 
 from .consumer_program import LEDGER, checksum, line
@@ -78,7 +78,7 @@ async def test_nothing_is_lost_whatever_is_done_to_a_table(
 ) -> None:
     """The mirror copies the table at each `Reset`, and believes every change in between."""
     monkeypatch.setattr(_manager, "WATCH_EVERY", 0.2)
-    monkeypatch.setattr(_postgres, "BACKOFF", (0.05, 0.5))
+    monkeypatch.setattr(_stack, "BACKOFF", (0.05, 0.5))
     rng = random.Random(base_seed())
     async with EmbeddedPostgres() as server, connected(server.url) as conn:
         await conn.execute(f"create table orders {COLUMNS}")

@@ -210,7 +210,6 @@ async def test_a_lock_whose_holder_creates_its_slot_is_not_broken(
             await at_step(owner, "start_replication_client:configuring_connection")
             async with make(state_dir=tmp_path / "other") as pg:
                 await at_step(pg, WAITING)
-                assert owner._manager is not None
                 assert owner._manager.client is not None
                 pid = owner._manager.client.setup.findings.backend_pid
                 await asyncio.sleep(1.5)

@@ -18,9 +18,9 @@ from tests.service.support import own_stream
 
 from moored.embedded import EmbeddedPostgres
 from moored.kernel import MooredError
-from moored.postgres import Changes, Postgres, Transaction, _postgres
+from moored.postgres import Changes, Postgres, Transaction
 from moored.postgres.consume import _backpressure
-from moored.postgres.manage import _manager_core
+from moored.postgres.manage import _manager_core, _stack
 from moored.postgres.stream import _replication
 from moored.service import Config, DatabaseUnreachable, Service, _database
 from moored.service._listen import listen
@@ -33,7 +33,7 @@ LIMIT = 60.0
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the times of the manager."""
-    monkeypatch.setattr(_postgres, "BACKOFF", (0.05, 0.5))
+    monkeypatch.setattr(_stack, "BACKOFF", (0.05, 0.5))
     monkeypatch.setattr(_manager_core, "CHECK_EVERY", 0.2)
     monkeypatch.setattr(_replication, "SILENCE", 0.5)
     monkeypatch.setattr(_database, "CONNECT_TIMEOUT", 0.5)

@@ -14,15 +14,12 @@ import psycopg
 
 from moored.kernel import (
     SECRETS,
-    Backoff,
     Child,
     Clock,
     Condition,
     Context,
     Deadline,
-    Machine,
     Recorder,
-    StatusMonitor,
     Supervisor,
     Tasks,
     Tree,
@@ -35,32 +32,24 @@ from moored.reservoir import PoolClosed
 from ._errors import ConfigurationError, PostgresError
 from ._position import Position
 from ._settings import Settings, default_state_dir
-from .consume import Changes, Hub, Integrity, StateStore, mistakes
-from .manage import Manager, ManagerCore, Restarter, Role
+from .consume import Changes, mistakes
+from .manage import Manager, Restarter, Role, Stack
 from .report import (
-    CHART,
     CONDITIONS,
     WORDS,
     Health,
-    Outages,
-    Sources,
     StackEvent,
-    StackEvents,
     Status,
     explain,
     report,
     status_of,
     with_health,
 )
-from .server import Resolver, _admin, connect
-from .stream import ReceivedTotals
+from .server import _admin, connect
 
 __all__ = ["Postgres", "StackEvent"]
 
 log = logging.getLogger("moored.postgres")
-
-#: The first and the longest wait before the next attempt, jitter included, in seconds.
-BACKOFF = (1.0, 10.0)
 
 
 class Postgres:
@@ -170,32 +159,11 @@ class Postgres:
         self._asleep = False
         self._frozen_status: Status | None = None
         self._restarts = 0
-        path = self.settings.state_dir / f"{self.settings.stream_id}.db"
-        # Not in a thread: changes() must work as soon as another task can run.
-        self._store = StateStore(path)
-        self._hub = Hub(self._store, self.recorder, clock=self.clock)
-        self._loaded = True
-        self._events = StackEvents(self.recorder, self.clock)
-        self._emit = self._events.emit
+        self._stack = stack = Stack(self.settings, self.clock, self.recorder, self._status_of)
+        self._hub, self._core = stack.hub, stack.core
+        self.machine, self.monitor = stack.machine, stack.monitor
         #: The last events, the oldest first.
-        self.last_events = self._events.last
-        self._totals = ReceivedTotals()
-        self.machine = Machine("postgres", CHART, clock=self.clock, recorder=self.recorder)
-        self.monitor: StatusMonitor[Status] = StatusMonitor(
-            CONDITIONS,
-            self._status_of,
-            name="postgres.status",
-            clock=self.clock,
-            recorder=self.recorder,
-        )
-        first, longest = BACKOFF
-        # Half jitter adds up to 50 %.
-        backoff = Backoff(first, longest / 1.5, jitter="half", clock=self.clock)
-        self._core = ManagerCore(self.machine, backoff)
-        self._outages = Outages(self.clock)
-        self._integrity = Integrity(self._store, self._hub, self._emit)
-        self._manager: Manager | None = None
-        self._resolver = Resolver(timeout=self.settings.connect_timeout)
+        self.last_events = stack.events.last
         self._in_use = 0
         self._tasks = Tasks()
         self._restarter = Restarter(
@@ -207,6 +175,8 @@ class Postgres:
             on_change=self._on_sleep_change,
             must_wake=self._must_wake,
         )
+        # Until the first run, a manager that has nothing to report.
+        self._manager = Manager(stack, self._restarter.used)
         self._supervisor = self._tree()
         await self._supervisor.start()
 
@@ -251,21 +221,8 @@ class Postgres:
 
     async def _run_manager(self, ctx: Context) -> None:
         # Each run finds its own route: the server behind the name may be another one.
-        self._resolver.forget()
-        self._manager = manager = Manager(
-            self.settings,
-            self._core,
-            self._hub,
-            self._integrity,
-            self.monitor,
-            clock=self.clock,
-            recorder=self.recorder,
-            emit=self._emit,
-            outages=self._outages,
-            resolver=self._resolver,
-            totals=self._totals,
-            used=self._restarter.used,
-        )
+        self._stack.resolver.forget()
+        self._manager = manager = Manager(self._stack, self._restarter.used)
         try:
             await manager.run(ctx)
         except Exception:
@@ -289,8 +246,8 @@ class Postgres:
         self._state = "closed"
         self._hub.end(None)
         await self._supervisor.stop()
-        self._events.end()
-        await asyncio.to_thread(self._store.close)
+        self._stack.events.end()
+        await asyncio.to_thread(self._stack.store.close)
 
     async def drop(self) -> None:
         """Close, and drop the replication slot and the publication at the server.
@@ -301,8 +258,7 @@ class Postgres:
         self._check_open()
         if self._restarter.asleep:
             await self.wait_until_active(self.settings.connect_timeout)
-        if self._manager is not None:
-            self._manager.drop_requested = True
+        self._manager.drop_requested = True
         await self.close()
         await self._drop_slot_and_publication()
 
@@ -322,7 +278,7 @@ class Postgres:
 
     @asynccontextmanager
     async def _direct(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        conninfo = await self._resolver.conninfo(self.settings.replication_url)
+        conninfo = await self._stack.resolver.conninfo(self.settings.replication_url)
         async with await connect(conninfo) as conn:
             yield conn
 
@@ -357,7 +313,6 @@ class Postgres:
         while True:
             await self.wake()
             await self._wait_for("snapshot_connection_pool_ready", deadline)
-            assert self._manager is not None
             pool = self._manager.pools[Role.SNAPSHOT].pool
             async with AsyncExitStack() as stack:
                 try:
@@ -436,7 +391,7 @@ class Postgres:
         # A change of a condition recomputes the status.
         self.monitor.clear(CONDITIONS[0], "asleep" if asleep else "waking up")
         if asleep:
-            self._emit("scaled_down_database_connections", "")
+            self._stack.events.emit("scaled_down_database_connections", "")
 
     async def _must_wake(self) -> bool:
         """Return whether the server retains more than half of `max_retained_wal`."""
@@ -500,8 +455,8 @@ class Postgres:
             )
         except WaitTimeout as error:
             text = f"{error}; the current step: {WORDS[self.machine.step]}"
-            if self._outages.now is not None:
-                text += f"; the last failure: {self._outages.now.last}"
+            if self._stack.outages.now is not None:
+                text += f"; the last failure: {self._stack.outages.now.last}"
             raise WaitTimeout(text) from None
         if self._fatal is not None:
             raise ConfigurationError(self._fatal)
@@ -509,7 +464,7 @@ class Postgres:
     async def events(self) -> AsyncIterator[StackEvent]:
         """Yield events from now on: `ready`, `connection_lock_acquired`, `connection_error`, …"""
         self._check_open()
-        async with aclosing(self._events.listen()) as listened:
+        async with aclosing(self._stack.events.listen()) as listened:
             async for event in listened:
                 yield event
 
@@ -517,21 +472,11 @@ class Postgres:
         """Return the whole state as plain data, as `/v1/status` of the service shows it."""
         self._check_opened()
         return report(
-            Sources(
-                settings=self.settings,
-                clock=self.clock,
-                machine=self.machine,
-                monitor=self.monitor,
-                outages=self._outages,
-                health=self.health,
-                fatal=self._fatal,
-                manager=self._manager,
-                consumers=self._hub.consumers(),
-                events=self.last_events,
-                counts=self._events.counts,
-                totals=self._totals,
-                restarts=self._restarts,
-            )
+            self._stack,
+            self._manager,
+            health=self.health,
+            fatal=self._fatal,
+            restarts=self._restarts,
         )
 
     def explain(self) -> str:
@@ -553,7 +498,7 @@ class Postgres:
     def _status_of(self, conditions: Mapping[str, Condition]) -> Status:
         if self._frozen_status is not None:
             return self._frozen_status
-        return status_of(conditions, asleep=self._asleep, loaded=self._loaded)
+        return status_of(conditions, asleep=self._asleep, loaded=True)
 
     def _check_opened(self) -> None:
         """Raise unless it is open, or was open before it was closed."""

@@ -19,12 +19,9 @@ import psycopg
 
 from moored.kernel import (
     Backoff,
-    Clock,
     Context,
     Deadline,
-    Recorder,
     RestartRequested,
-    StatusMonitor,
     Timers,
     describe,
     duration,
@@ -32,15 +29,15 @@ from moored.kernel import (
 )
 
 from .._errors import PostgresError, StateError
-from .._settings import Settings
-from ..consume import Hub, Integrity, Publisher, _backpressure
+from ..consume import Publisher, _backpressure
 from ..decode import Shelf
-from ..report import CONDITIONS, Outages, Status, lock_words
-from ..server import Resolver, _admin, connect, diagnose
-from ..stream import KEEPALIVES, ReceivedTotals, ReplicationClient
-from ._manager_core import Act, Action, Actions, ManagerCore, Role, Timer
+from ..report import CONDITIONS, lock_words
+from ..server import _admin, connect, diagnose
+from ..stream import KEEPALIVES, ReplicationClient
+from ._manager_core import Act, Action, Actions, Role, Timer
 from ._parts import Parts, PostedEvent
 from ._pools import ManagedPool, pool_sizes
+from ._stack import Stack
 
 __all__ = ["Manager", "SubsystemFailed"]
 
@@ -59,42 +56,24 @@ class SubsystemFailed(PostgresError, RestartRequested):
 
 
 class Manager:
-    """One run of the connection subsystem."""
+    """One run of the connection subsystem.
 
-    def __init__(
-        self,
-        settings: Settings,
-        core: ManagerCore,
-        hub: Hub,
-        integrity: Integrity,
-        monitor: StatusMonitor[Status],
-        *,
-        clock: Clock,
-        recorder: Recorder,
-        emit: Callable[[str, str], None],
-        outages: Outages,
-        resolver: Resolver,
-        totals: ReceivedTotals,
-        used: Callable[[], None],
-    ) -> None:
-        self._resolver = resolver
-        self._totals = totals
+    :param used: called when a consumer has made progress, which counts as a use.
+    """
+
+    def __init__(self, stack: Stack, used: Callable[[], None]) -> None:
+        self._settings, self._clock = stack.settings, stack.clock
+        self._recorder, self._emit = stack.recorder, stack.events.emit
+        self._core, self._monitor, self._outages = stack.core, stack.monitor, stack.outages
+        self._hub, self._integrity = stack.hub, stack.integrity
+        self._resolver, self._totals = stack.resolver, stack.totals
         self._used = used
-        self._settings = settings
-        self._core = core
-        self._hub = hub
-        self._integrity = integrity
-        self._monitor = monitor
-        self._clock = clock
-        self._recorder = recorder
-        self._emit = emit
-        self._outages = outages
         self._events: asyncio.Queue[Callable[[], Actions]] = asyncio.Queue()
-        self._timers = Timers(clock)
+        self._timers = Timers(self._clock)
         self.client: ReplicationClient | None = None
         self.pools: dict[Role, ManagedPool] = {}
         self._unavailable_reported = False
-        self._publisher = Publisher(hub, settings)
+        self._publisher = Publisher(self._hub, self._settings)
         self._tables_changed = asyncio.Event()
         self._rewound_at = -REWIND_EVERY
         #: The text of a fatal error: it stops for good.

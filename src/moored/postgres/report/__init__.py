@@ -5,7 +5,7 @@ from ._explain import explain, lock_words
 from ._health import CONDITIONS, ConnectionState, Health, Persistent, Status, status_of, with_health
 from ._outages import Outages
 from ._phases import CHART, CLIENT, POOL, RUNNING, STREAM, WORDS
-from ._report import Sources, report
+from ._report import report
 
 __all__ = [
     "CHART",
@@ -19,7 +19,6 @@ __all__ = [
     "Health",
     "Outages",
     "Persistent",
-    "Sources",
     "StackEvent",
     "StackEvents",
     "Status",

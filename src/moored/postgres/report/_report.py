@@ -6,25 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from moored.kernel import Clock, Machine, StatusMonitor
-
 from .._lsn import Lsn
-from .._settings import Settings
 from ..server import diagnose
-from ._health import Health, Status
-from ._outages import Outages
+from ._health import Health
 from ._phases import CLIENT, WORDS
 
 if TYPE_CHECKING:
-    from .._postgres import StackEvent
-    from ..manage import ManagedPool, Manager
-    from ..stream import ReceivedTotals
+    from ..manage import ManagedPool, Manager, Stack
 
-__all__ = ["Sources", "report"]
+__all__ = ["report"]
 
 #: The number of events in a report.
 EVENTS = 20
@@ -32,37 +25,22 @@ LOCKING = f"{CLIENT}:acquiring_lock"
 CONFIGURING = f"{CLIENT}:configuring_connection"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sources:
-    """The objects and values that a report is made from."""
+def report(
+    of: Stack, manager: Manager, *, health: Health, fatal: str | None, restarts: int
+) -> dict[str, Any]:
+    """Return the report, in types that JSON can represent.
 
-    settings: Settings
-    clock: Clock
-    machine: Machine
-    monitor: StatusMonitor[Status]
-    outages: Outages
-    health: Health
-    fatal: str | None
-    #: The current or the last run of the connection subsystem; None before the first.
-    manager: Manager | None
-    consumers: Mapping[str, Mapping[str, object]]
-    events: Iterable[StackEvent]
-    #: How often each event has occurred.
-    counts: Mapping[str, int]
-    totals: ReceivedTotals
-    #: Restarts of the connection subsystem.
-    restarts: int
-
-
-def report(of: Sources) -> dict[str, Any]:
-    """Return the report, in types that JSON can represent."""
+    :param manager: the current or the last run of the connection subsystem.
+    :param restarts: restarts of the connection subsystem.
+    """
     machine, status = of.machine, of.monitor.status()
     now = of.clock.monotonic()
-    events = [event._asdict() for event in of.events]
+    events = [event._asdict() for event in of.events.last]
+    counts = of.events.counts
     return {
         "stream_id": of.settings.stream_id,
-        "health": of.health.value,
-        "fatal": of.fatal,
+        "health": health.value,
+        "fatal": fatal,
         "conn": status.conn.value,
         "shape": status.shape.value,
         "phase": machine.phase,
@@ -73,23 +51,28 @@ def report(of: Sources) -> dict[str, Any]:
         "cause": machine.history[-1].cause if machine.history else None,
         **of.outages.report(),
         "conditions": of.monitor.as_dict()["conditions"],
-        "server": _server(of),
-        **_stream(of, now),
-        "slot": _slot(of, now),
-        "lock": _lock(of),
-        "slot_blockers": _blockers(of),
-        "pools": {role.value: _pool(pool) for role, pool in _pools(of).items()},
-        "consumers": {name: dict(each) for name, each in of.consumers.items()},
-        "connects": of.counts.get("waiting_for_connection_lock", 0),
-        "restarts": of.restarts,
-        "event_counts": dict(of.counts),
+        "server": _server(manager),
+        **_stream(of, manager, now),
+        "slot": _slot(of, manager, now),
+        "lock": _lock(of, manager),
+        # The transactions that the creation of the slot waits for.
+        "slot_blockers": [
+            each._asdict() for each in manager.blockers if machine.step == CONFIGURING
+        ],
+        "pools": {
+            role.value: _pool(each) for role, each in manager.pools.items() if not each.pool.closed
+        },
+        "consumers": of.hub.consumers(),
+        "connects": counts.get("waiting_for_connection_lock", 0),
+        "restarts": restarts,
+        "event_counts": dict(counts),
         "resets": [event for event in events if event["name"] == "warning"][-EVENTS:],
         "events": events[-EVENTS:],
     }
 
 
-def _server(of: Sources) -> dict[str, Any] | None:
-    client = of.manager.client if of.manager is not None else None
+def _server(manager: Manager) -> dict[str, Any] | None:
+    client = manager.client
     if client is None or not client.setup.findings.version:
         return None
     found = client.setup.findings
@@ -101,12 +84,11 @@ def _server(of: Sources) -> dict[str, Any] | None:
     }
 
 
-def _stream(of: Sources, now: float) -> dict[str, Any]:
+def _stream(of: Stack, manager: Manager, now: float) -> dict[str, Any]:
     """Return the positions and the lag of the stream, and how much was received."""
-    manager = of.manager
-    client = manager.client if manager is not None else None
+    client, kept = manager.client, manager.retained
     found: dict[str, Any] = dict.fromkeys(("received", "flushed", "last_seen", "lag"))
-    if manager is not None and client is not None and client.positions is not None:
+    if client is not None and client.positions is not None:
         # `Positions` holds last bytes; an LSN is the position after one.
         received, flushed = client.positions.received + 1, client.positions.flushed + 1
         seen = client.positions.last_seen
@@ -116,45 +98,32 @@ def _stream(of: Sources, now: float) -> dict[str, Any]:
             "last_seen": str(Lsn(seen)),
         }
         if of.machine.phase == "running":
-            end = max(received, 0 if manager.retained is None else manager.retained.current)
+            end = max(received, 0 if kept is None else kept.current)
             seconds = client.lag.seconds(flushed, seen, now)
             found["lag"] = {"bytes": max(end - flushed, 0), "seconds": seconds}
     return {**found, "transactions": of.totals.transactions, "bytes": of.totals.bytes}
 
 
-def _slot(of: Sources, now: float) -> dict[str, Any]:
+def _slot(of: Stack, manager: Manager, now: float) -> dict[str, Any]:
     """Return the slot, and the WAL that the server retained for it at the last query."""
     names = {"name": of.settings.slot_name, "publication": of.settings.publication_name}
-    kept = of.manager.retained if of.manager is not None else None
-    if of.manager is None or kept is None:
+    kept = manager.retained
+    if kept is None:
         return {**names, "retained": None, "active_pid": None, "wal_status": None, "looked": None}
     return {
         **names,
         "retained": kept.bytes,
         "active_pid": kept.active_pid,
         "wal_status": kept.wal_status,
-        "looked": now - of.manager.retained_at,
+        "looked": now - manager.retained_at,
     }
 
 
-def _lock(of: Sources) -> dict[str, Any]:
+def _lock(of: Stack, manager: Manager) -> dict[str, Any]:
     """Return whether this instance holds the lock; during the wait, the known holder."""
     held = of.monitor.conditions()["pg_lock_acquired"].met
-    waiting = of.machine.step == LOCKING
-    holder = of.manager.holder if of.manager is not None and waiting else None
+    holder = manager.holder if of.machine.step == LOCKING else None
     return {"held": held, "holder": None if holder is None else holder._asdict()}
-
-
-def _blockers(of: Sources) -> list[dict[str, Any]]:
-    """Return the transactions that the creation of the slot waits for."""
-    if of.manager is None or of.machine.step != CONFIGURING:
-        return []
-    return [blocker._asdict() for blocker in of.manager.blockers]
-
-
-def _pools(of: Sources) -> dict[Any, ManagedPool]:
-    pools = of.manager.pools if of.manager is not None else {}
-    return {role: each for role, each in pools.items() if not each.pool.closed}
 
 
 def _pool(managed: ManagedPool) -> dict[str, Any]:

@@ -1,0 +1,53 @@
+"""The objects of a stream that outlive its connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from moored.kernel import Backoff, Clock, Condition, Machine, Recorder, StatusMonitor
+
+from .._settings import Settings
+from ..consume import Hub, Integrity, StateStore
+from ..report import CHART, CONDITIONS, Outages, StackEvents, Status
+from ..server import Resolver
+from ..stream import ReceivedTotals
+from ._manager_core import ManagerCore
+
+__all__ = ["Stack"]
+
+#: The first and the longest wait before the next attempt, jitter included, in seconds.
+BACKOFF = (1.0, 10.0)
+
+
+class Stack:
+    """What each `Manager` of a stream works with, and what its report is made from.
+
+    :param status_of: computes the status from the conditions.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        recorder: Recorder,
+        status_of: Callable[[Mapping[str, Condition]], Status],
+    ) -> None:
+        self.settings = settings
+        self.clock = clock
+        self.recorder = recorder
+        # Not in a thread: changes() must work as soon as another task can run.
+        self.store = StateStore(settings.state_dir / f"{settings.stream_id}.db")
+        self.hub = Hub(self.store, recorder, clock=clock)
+        self.events = StackEvents(recorder, clock)
+        self.integrity = Integrity(self.store, self.hub, self.events.emit)
+        self.machine = Machine("postgres", CHART, clock=clock, recorder=recorder)
+        self.monitor: StatusMonitor[Status] = StatusMonitor(
+            CONDITIONS, status_of, name="postgres.status", clock=clock, recorder=recorder
+        )
+        first, longest = BACKOFF
+        # Half jitter adds up to 50 %.
+        backoff = Backoff(first, longest / 1.5, jitter="half", clock=clock)
+        self.core = ManagerCore(self.machine, backoff)
+        self.outages = Outages(clock)
+        self.resolver = Resolver(timeout=settings.connect_timeout)
+        self.totals = ReceivedTotals()
