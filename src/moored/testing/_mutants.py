@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from contextlib import ContextDecorator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar, cast
 
 from ._errors import MutantRejected, MutantSurvived, SimulationFailed
@@ -23,16 +23,22 @@ _ABSENT: Any = object()
 _MISTAKES = (NameError, ImportError, SyntaxError, TypeError, AttributeError)
 
 
+@dataclass(eq=False, repr=False)
 class Mutant(ContextDecorator):
-    """A named defect, planted for the duration of a `with` block or of a decorated function."""
+    """A named defect: a context manager and decorator that replaces `owner.attribute`.
 
-    def __init__(self, owner: Any, attribute: str, replacement: Any, *, name: str) -> None:
-        self.owner = owner
-        self.attribute = attribute
-        self.replacement = replacement
-        self.name = name
-        self._before: Any = None
-        self._planted = False
+    The original is restored in any case; an attribute that does not exist is an error.
+    """
+
+    owner: Any
+    attribute: str
+    replacement: Any
+    _: KW_ONLY
+    name: str
+    _before: Any = field(default=None, init=False)
+    _planted: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
         self._check()
 
     def _check(self) -> None:
@@ -82,12 +88,8 @@ class Mutant(ContextDecorator):
         return f"<Mutant {self.name!r} {state} {self._where}>"
 
 
-def mutant(owner: Any, attribute: str, replacement: Any, *, name: str) -> Mutant:
-    """Return a context manager and decorator that replaces `owner.attribute` with a defect.
-
-    The original is restored in any case; an attribute that does not exist is an error.
-    """
-    return Mutant(owner, attribute, replacement, name=name)
+#: Plant a defect: `with mutant(Pool, "release", lambda *_: None, name="leak"): …`.
+mutant = Mutant
 
 
 @dataclass(frozen=True)

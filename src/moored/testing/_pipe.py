@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from contextvars import Context
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ RST: Final = Signal("RST")
 NETWORK = Context()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Pipe:
     """Delivers the bytes of one transport to another, along one path of the network.
 
@@ -39,32 +41,19 @@ class Pipe:
     outstanding for ever.
     """
 
-    __slots__ = (
-        "_in_flight",
-        "_last",
-        "broken",
-        "network",
-        "outstanding",
-        "path",
-        "receiver",
-        "sender",
-        "serial",
-        "stalled",
-    )
+    network: Network
+    path: Path
+    sender: SimTransport
+    receiver: SimTransport
+    serial: int = field(init=False)
+    outstanding: int = 0
+    broken: bool = False
+    stalled: int = 0
+    _in_flight: deque[bytes | Signal] = field(default_factory=deque)
+    _last: float = 0.0
 
-    def __init__(
-        self, network: Network, path: Path, sender: SimTransport, receiver: SimTransport
-    ) -> None:
-        self.network = network
-        self.path = path
-        self.sender = sender
-        self.receiver = receiver
-        self.serial = network.loop.number()
-        self.outstanding = 0
-        self.broken = False
-        self.stalled = 0
-        self._in_flight: deque[bytes | Signal] = deque()
-        self._last = 0.0
+    def __post_init__(self) -> None:
+        self.serial = self.network.loop.number()
 
     @property
     def room(self) -> int:
