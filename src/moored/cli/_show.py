@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
@@ -129,9 +130,9 @@ def _stream(now: Mapping[str, Any]) -> Table:
             f"received {now['received']}, flushed {now['flushed']}, last seen " + now["last_seen"],
         )
     if now["lag"] is not None:
-        row("lag", f"{size(now['lag']['bytes'])}, {duration(now['lag']['seconds'])}")
+        row("lag", f"{decimal(now['lag']['bytes'])}, {duration(now['lag']['seconds'])}")
     if now["slot"]["retained"] is not None:
-        row("slot", f"{now['slot']['name']} keeps {size(now['slot']['retained'])} of log")
+        row("slot", f"{now['slot']['name']} keeps {decimal(now['slot']['retained'])} of log")
     for role, pool in now["pools"].items():
         row(
             f"{role} pool",
@@ -145,16 +146,6 @@ def _stream(now: Mapping[str, Any]) -> Table:
             f"{consumer['acknowledged'] or 'nothing yet'}, {consumer['outstanding']} outstanding",
         )
     return table
-
-
-def size(number: int) -> str:
-    """Return a number of bytes as text: "56 bytes", "1.5 MB"."""
-    value, unit = float(number), "bytes"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
 
 
 def _conditions(conditions: Mapping[str, Mapping[str, Any]]) -> Table:

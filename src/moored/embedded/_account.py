@@ -76,13 +76,6 @@ class Account:
         if self.foreign:
             os.chown(path, self.uid, self.gid, follow_symlinks=False)
 
-    def own_all(self, directory: Path) -> None:
-        """Make this user the owner of a directory and its contents, without following links."""
-        self.own(directory)
-        for place, directories, files in os.walk(directory):
-            for name in (*directories, *files):
-                self.own(Path(place, name))
-
     def may_enter(self, directory: Path) -> bool:
         """Whether this user may enter `directory` and all directories above it.
 

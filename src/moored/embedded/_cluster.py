@@ -156,12 +156,6 @@ class Cluster:
             )
         return known[self.options.user]
 
-    def adopt(self, notify: Callable[[str], None]) -> None:
-        """Make the server's user the owner of data that root created, such as a restored copy."""
-        if self.account.foreign and self.directory.data.stat().st_uid == 0:
-            notify(f"giving {self.directory.data} to the user {self.account}")
-            self.account.own_all(self.directory.data)
-
     def configure(self) -> None:
         """Write the settings, and include them in postgresql.conf."""
         data = self.directory.data

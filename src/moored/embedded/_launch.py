@@ -95,7 +95,6 @@ class Launch:
             cluster.create(lock, self._await_end)
         cluster.check_version()
         cluster.password()
-        cluster.adopt(self._notify)
         cluster.configure()
         return cluster
 

@@ -42,6 +42,8 @@ MANAGER = f"moored/{NAME}/manager"
 RETRY = Backoff(0.2, 5.0, jitter=0.25)
 #: Seconds beyond `database_wait` for the first attempt to fail with its own error.
 CONNECT_TIMEOUT = 5.0
+#: Seconds between two checks whether the database was reached.
+POLL_INTERVAL = 0.05
 #: Longer than the limits of a fast shutdown, an immediate one and SIGKILL together.
 STOP_TIMEOUT = 60.0
 #: Longer than the seven steps of the manager's shutdown.
@@ -227,37 +229,15 @@ class Database:
 
     async def _until_reached(self, pg: Postgres) -> None:
         """Give up the start if the database is not reached in time; the manager keeps trying."""
-        loop, moved = asyncio.get_running_loop(), asyncio.Event()
-        reached, failed = "waiting_for_connection_lock", "connection_error"
-
-        def counted(*events: str) -> bool:
-            return any(pg.statistics()["event_counts"].get(event) for event in events)
-
-        async def within(seconds: float, *events: str) -> bool:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    while not counted(*events):
-                        moved.clear()
-                        await moved.wait()
-            return counted(*events)
-
-        def on_move(move: object) -> None:
-            loop.call_soon(moved.set)  # later, because the event is counted after the move
-
-        unsubscribe = pg.machine.observe(on_move)
-        try:
-            if await within(self._time_left(), reached):
-                return
+        deadline = self._began + self._config.database_wait
+        while not pg.statistics()["event_counts"].get("waiting_for_connection_lock"):
+            late = self._wiring.clock.monotonic() - deadline
+            failed = pg.statistics()["event_counts"].get("connection_error")
             # The first attempt may take longer, so that its own error is reported.
-            await within(CONNECT_TIMEOUT, reached, failed)
-            if not counted(reached):
+            if late >= (0.0 if failed else CONNECT_TIMEOUT):
                 self._wiring.give_up(self._unreachable(pg))
-        finally:
-            unsubscribe()
-
-    def _time_left(self) -> float:
-        """Seconds left of `database_wait`."""
-        return self._began + self._config.database_wait - self._wiring.clock.monotonic()
+                return
+            await asyncio.sleep(POLL_INTERVAL)
 
     # -- messages ------------------------------------------------------------------------------
 
