@@ -426,14 +426,6 @@ async def test_without_resumption_a_repeated_send_arrives_twice(server: DemoServ
     assert server.received[0].duplicates == 1
 
 
-async def test_resumption_memory_is_bounded() -> None:
-    memory = DemoMemory()
-    for number in range(10_500):
-        memory.written(str(number), b"x")
-    assert len(memory.unconfirmed) == 10_000
-    assert next(iter(memory.unconfirmed)) == "500"
-
-
 # -- receiving -------------------------------------------------------------------------------------
 
 
@@ -697,7 +689,7 @@ def feed_all(dialogue: DemoDialogue, pieces: list[bytes]) -> tuple[list[Dialogue
         for piece in pieces:
             for event in dialogue.feed(piece):
                 events.append(event)  # noqa: PERF402 (kept when the next one raises)
-            assert dialogue._frames.kept <= MAX_FRAME + 4
+            assert len(dialogue._frames._rest or b"") <= MAX_FRAME + 4
     except ProtocolError as error:
         farewell = error.farewell
         ending = str(error)
@@ -782,8 +774,6 @@ def test_oversized_frame_is_refused_by_its_length_prefix() -> None:
         b"[]",
         b"{}",
         b'{"k":1}',
-        b'{"k":"ack","id":NaN}',
-        b'{"k":"ack","id":1e999}',
         b"\xff",
         b'"\\ud800"',
     ],

@@ -32,7 +32,6 @@ from moored.sessions.events._sink import Sink
 from moored.sessions.link._link import Link
 from moored.sessions.sending._acks import AckTable
 from moored.sessions.sending._senders import Senders
-from moored.sessions.sending._sends import Sends
 from moored.sessions.transport._transport import Receiver, Transport
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 from moored.testing.demo import Demo, DemoServer
@@ -407,7 +406,7 @@ class World:
 
     def check_idle(self) -> None:
         for session in self.sessions:
-            assert len(session._runtime.sends.table) == session._runtime.sends.table.recipients == 0
+            assert len(session._runtime.sends.table) == 0
             assert len(session._runtime.sends.senders) == 0
             assert not session._runtime.sends.outbox
             connection = session._runtime.connection
@@ -521,7 +520,7 @@ async def sender_crash(sim: Sim) -> None:
         assert not received & {each.id for each in outcomes if isinstance(each, NotSent)}
         assert await other == Acked("other")
         assert session.generation == 1
-        assert len(session._runtime.sends.senders) == session._runtime.sends.table.recipients == 0
+        assert len(session._runtime.sends.senders) == len(session._runtime.sends.table) == 0
 
 
 async def stopped(sim: Sim) -> None:
@@ -607,16 +606,23 @@ def _not_drained(self: AckTable, reason: Any, *, resumes: bool) -> None:
     """Settle nothing: every send waits for its timeout."""
 
 
-def _written_anyway(self: Sends, parked: Any) -> None:
-    parked.stage = "relay"
-    runtime = self._runtime
-    if runtime.link is not None and runtime.core.online:
-        runtime.link.send(parked)
+async def _written_anyway(self: Senders, recipient: str, work: Any) -> None:
+    parked, index, waiting = work
+    try:
+        while waiting is not None or (found := self._walk(parked, index)) is not None:
+            index, waiting = (index, waiting) if waiting is not None else found
+            if not await self._finish(parked, waiting):
+                return
+            index, waiting = index + 1, None
+    except Exception as error:
+        self.crashed(recipient, error)
+        raise
 
 
 def _unordered(self: Senders, parked: Any) -> None:
     try:
-        self._walk(parked, 0)
+        if (waiting := self._walk(parked, 0)) is not None:
+            self._submit(parked, *waiting)
     except Exception as error:
         self.crashed(parked.outgoing.recipient, error)
 
@@ -635,7 +641,7 @@ MUTANTS = [
         final_close,
         mutant(CloseClass, "final", property(lambda self: False), name="a takeover is retried"),
     ),
-    (random_faults, mutant(Sends, "relay", _written_anyway, name="a settled send is written")),
+    (random_faults, mutant(Senders, "_work", _written_anyway, name="a settled send is written")),
     (random_faults, mutant(Senders, "push", _unordered, name="sends overtake each other")),
     (
         sender_crash,

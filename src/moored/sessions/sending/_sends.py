@@ -81,8 +81,6 @@ class Sends:
     def relay(self, parked: Parked) -> None:
         """Write a send that has passed all steps, or queue it."""
         parked.stage = "relay"
-        if parked.outcome is not None:
-            return
         link = self._runtime.link
         if link is None or self.outbox or not link.may_send:
             self.queue(parked)
