@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from moored.kernel import Chart, State
@@ -62,24 +60,18 @@ def test_moves_may_be_pairs_or_a_mapping(moves: Moves) -> None:
     assert names(chart.legal(State("b", "b"))) == ["a"]
 
 
-def test_all_mistakes_are_reported_at_once() -> None:
+def test_all_undeclared_states_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match="Chart: ") as caught:
         Chart(
-            phases={"a": ["x", "x"], "b/": (), "c": ["c", "d"], "e": "xyz", "f": [""]},
-            moves=[("a", "gone"), ("lost/x", "a"), ("a", "c"), ("a", "c"), ("a", "*")],
+            phases={"a": ["x"], "b": ()},
+            moves=[("a", "gone"), ("lost/x", "a"), ("a", "b"), ("a", "*")],
             initial="nowhere",
         )
     assert str(caught.value).removeprefix("Chart: ").split("; ") == [
-        "the steps of phase 'e' must be a list: write ['xyz']",
-        "step 'x' is listed 2 times in phase 'a'",
-        "'b/' in phase 'b/' must not be empty or contain '/' or '*'",
-        "step 'c' has the name of its phase, which has other steps: rename it",
-        "'' in phase 'f' must not be empty or contain '/' or '*'",
-        "initial='nowhere' is not a declared state",
-        "move 'a' -> 'gone': 'gone' is not a declared state",
-        "move 'lost/x' -> 'a': 'lost/x' is not a declared state",
-        "move 'a' -> 'c' is declared 2 times",
-        "move 'a' -> '*': '*' is not a declared state",
+        "'nowhere' is not a declared state",
+        "'lost/x' is not a declared state",
+        "'gone' is not a declared state",
+        "'*' is not a declared state",
     ]
 
 
@@ -88,11 +80,6 @@ def test_a_state_that_is_never_reached_is_a_mistake() -> None:
         Chart(
             phases={"a": (), "b": (), "c": ["x", "y"]}, moves=[("a", "c"), ("b", "a")], initial="a"
         )
-
-
-def test_a_chart_without_phases_is_refused() -> None:
-    with pytest.raises(ValueError, match="there must be at least one"):
-        Chart(phases={}, moves=[], initial="a")
 
 
 def test_text_is_a_table_of_the_declared_moves() -> None:
@@ -153,13 +140,6 @@ def test_mermaid_of_moves_from_anywhere_and_odd_names() -> None:
         "phase_end --> b__b",
         "b__b --> b__b",
     ]
-
-
-def test_as_dict_is_ready_for_json() -> None:
-    plain = json.loads(json.dumps(LINK.as_dict()))
-    assert plain["phases"]["active"] == ["active"]
-    assert plain["initial"] == "starting/dial"
-    assert plain["moves"][0] == {"from": "starting/dial", "to": "starting/login"}
 
 
 def test_the_repr_counts_phases_states_and_moves() -> None:

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from moored.kernel import Child, Context, Machine, MooredError, Tree
+from moored.kernel import Chart, Child, Context, Machine, MooredError, Tree
 from moored.service import HTTP, Config, Part, Service, ServiceError, Status, Wiring, _feed
 from moored.service._browser_streams import BrowserStreams
 from moored.service._listen import listen
@@ -40,11 +40,9 @@ class Lamp:
 
     def build(self, wiring: Wiring) -> Sequence[Child]:
         self.wiring = wiring
-        phases = {"dark": ["dark"], "lit": ["lit"]}
         moves = {"dark": "lit", "lit": "dark"}
-        self.machine = Machine(
-            "moored/lamp", phases=phases, moves=moves, initial="dark", recorder=wiring.recorder
-        )
+        chart = Chart(phases={"dark": (), "lit": ()}, moves=moves, initial="dark")
+        self.machine = Machine("moored/lamp", chart, recorder=wiring.recorder)
         wiring.machines.append(self.machine)
         return [Child("bulb", self.run)]
 

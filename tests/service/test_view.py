@@ -7,7 +7,7 @@ import json
 import pytest
 
 import moored
-from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
+from moored.kernel import Chart, Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
 from moored.service._health import PartHealth
 from moored.service._view import RECENT, View, find_component, grafted
 
@@ -36,9 +36,8 @@ async def test_the_whole_state_is_plain_data() -> None:
     recorder = Recorder()
     health = PartHealth({"lamp": ("up",)})
     monitor = StatusMonitor(["up"], health.status, recorder=recorder)
-    machine = Machine(
-        "door", phases={"shut": ["shut"], "open": ["open"]}, moves={"shut": "open"}, initial="shut"
-    )
+    chart = Chart(phases={"shut": (), "open": ()}, moves={"shut": "open"}, initial="shut")
+    machine = Machine("door", chart)
     async with Supervisor("root", recorder=recorder) as root:
         view = View(
             root.tree, monitor, health, recorder, Clock.current(), [machine], address="http://x"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from ._chart_render import mermaid, table
 from ._state import ANY, Moves, Rule, State, StateLike, pairs_of, written
@@ -22,8 +21,8 @@ class Chart:
 
     A phase with no steps, such as `"active": ()`, is a state by itself. A move from a whole
     phase, or from `"*"`, is meant for restarts and failures: it may be made from each of those
-    states, the target itself included. All mistakes in a declaration are reported at once:
-    unknown or duplicate states, moves declared twice, states that cannot be reached.
+    states, the target itself included. States that are not declared, or cannot be
+    reached, are reported all at once.
 
     `words` describes steps for people: it maps a step's name to a text such as "dialling the
     server".
@@ -42,14 +41,7 @@ class Chart:
         }
         self.states = tuple(State(phase, step) for phase in phases for step in self.phases[phase])
         pairs = list(pairs_of(moves))
-        refuse(
-            "Chart",
-            [
-                *_not_lists(phases),
-                *self._wrong_names(),
-                *self._wrong_moves(pairs, written(initial)),
-            ],
-        )
+        refuse("Chart", self._undeclared(pairs, written(initial)))
         self.initial = self._entered(written(initial))
         self.rules = tuple(Rule(self._left(source), self._entered(to)) for source, to in pairs)
         # One object for each state, shared by all machines and moves.
@@ -84,14 +76,6 @@ class Chart:
         """Return the chart as a Mermaid state diagram."""
         return mermaid(self.initial, self.phases, self.rules)
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return the declaration as plain data for JSON."""
-        return {
-            "phases": {phase: list(steps) for phase, steps in self.phases.items()},
-            "initial": str(self.initial),
-            "moves": [{"from": rule.source, "to": str(rule.target)} for rule in self.rules],
-        }
-
     def __repr__(self) -> str:
         return (
             f"<Chart: {len(self.phases)} phases, {len(self.states)} states, "
@@ -114,31 +98,11 @@ class Chart:
     def _targets_of(self, state: State) -> tuple[State, ...]:
         return tuple(dict.fromkeys(rule.target for rule in self.rules if rule.covers(state)))
 
-    def _wrong_names(self) -> Iterator[str]:
-        if not self.phases:
-            yield "phases: there must be at least one"
-        for phase, steps in self.phases.items():
-            if len(steps) > 1 and phase in steps:
-                yield f"step {phase!r} has the name of its phase, which has other steps: rename it"
-            for name in dict.fromkeys((phase, *steps)):
-                if not name or set(name) & {"/", ANY}:
-                    yield f"{name!r} in phase {phase!r} must not be empty or contain '/' or '*'"
-            for step in dict.fromkeys(steps):
-                if steps.count(step) > 1:
-                    yield f"step {step!r} is listed {steps.count(step)} times in phase {phase!r}"
-
-    def _wrong_moves(self, pairs: list[tuple[str, str]], initial: str) -> Iterator[str]:
-        if not self._known(initial):
-            yield f"initial={initial!r} is not a declared state"
-        for pair in dict.fromkeys(pairs):
-            source, target = pair
-            move = f"move {source!r} -> {target!r}"
-            if source != ANY and not self._known(source):
-                yield f"{move}: {source!r} is not a declared state"
-            if not self._known(target):
-                yield f"{move}: {target!r} is not a declared state"
-            if pairs.count(pair) > 1:
-                yield f"{move} is declared {pairs.count(pair)} times"
+    def _undeclared(self, pairs: list[tuple[str, str]], initial: str) -> Iterator[str]:
+        sources = (source for source, _ in pairs if source != ANY)
+        for name in dict.fromkeys((initial, *sources, *(target for _, target in pairs))):
+            if not self._known(name):
+                yield f"{name!r} is not a declared state"
 
     def _unreachable(self) -> Iterator[str]:
         reached, fresh = {self.initial}, [self.initial]
@@ -149,12 +113,6 @@ class Chart:
         for state in self.states:
             if state not in reached:
                 yield f"{str(state)!r} can never be reached from {str(self.initial)!r}"
-
-
-def _not_lists(phases: Mapping[str, Sequence[str]]) -> Iterator[str]:
-    for phase, steps in phases.items():
-        if isinstance(steps, str):
-            yield f"the steps of phase {phase!r} must be a list: write [{steps!r}]"
 
 
 def _named(state: State) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ._chart import Chart
@@ -10,8 +10,8 @@ from ._clock import Clock
 from ._errors import IllegalMove
 from ._observers import Observers
 from ._recorder import Cause, Event, Recorder, in_words
-from ._state import Moves, State, StateLike, written
-from ._words import duration, refuse
+from ._state import State, StateLike, written
+from ._words import duration
 
 __all__ = ["Machine", "Move"]
 
@@ -49,9 +49,8 @@ class Move(NamedTuple):
 class Machine:
     """A state machine: it is in one state at a time and makes only the moves that its chart allows.
 
-    Pass a `Chart`, or the phases, moves and initial state of one. A machine has no lock: use it
-    from one event loop, or under a lock of your own. `history` is the number of moves that are
-    kept; the recorder, if given, gets each state with its cause.
+    A machine has no lock: use it from one event loop, or under a lock of your own. `history` is the
+    number of moves that are kept; the recorder, if given, gets each state with its cause.
     """
 
     __slots__ = (
@@ -70,18 +69,14 @@ class Machine:
     def __init__(
         self,
         name: str,
-        chart: Chart | None = None,
+        chart: Chart,
         *,
-        phases: Mapping[str, Sequence[str]] | None = None,
-        moves: Moves = (),
-        initial: StateLike = "",
         clock: Clock | None = None,
         recorder: Recorder | None = None,
         history: int = 100,
     ) -> None:
-        refuse(f"Machine {name!r}", _mistakes(chart, phases, history))
         self.name = name
-        self.chart = chart or Chart(phases=phases or {}, moves=moves, initial=initial)
+        self.chart = chart
         self._clock = clock
         self._recorder = recorder
         self._limit = history
@@ -117,10 +112,6 @@ class Machine:
         """The last moves, the oldest first."""
         return tuple(self._history)
 
-    def may(self, to: StateLike) -> bool:
-        """Whether the chart allows this move from the current state."""
-        return self.chart.find(to) in self.chart.legal(self._state)
-
     def move(self, to: StateLike, *, cause: Cause) -> Move:
         """Move to a state and record the cause; raises `IllegalMove` if the chart forbids it."""
         target = self.chart.find(to)
@@ -144,14 +135,6 @@ class Machine:
         if self._observers is None:
             self._observers = Observers(f"machine {self.name!r}")
         return self._observers.add(callback)
-
-    def text(self) -> str:
-        """Return the legal moves as a text table."""
-        return self.chart.text()
-
-    def mermaid(self) -> str:
-        """Return the chart as a Mermaid state diagram."""
-        return self.chart.mermaid()
 
     def as_dict(self) -> dict[str, Any]:
         """Return the state, its age and the last moves as plain data for JSON."""
@@ -183,14 +166,3 @@ class Machine:
             words += ", which is not a declared state"
         legal = ", ".join(map(str, self.chart.legal(self._state))) or "nothing"
         return f"{words}; from {self._state} it may move to {legal}"
-
-
-def _mistakes(
-    chart: Chart | None, phases: Mapping[str, Sequence[str]] | None, history: int
-) -> list[str]:
-    found = []
-    if (chart is None) == (phases is None):
-        found.append("pass either a chart, or phases with moves and initial")
-    if history < 0:
-        found.append(f"history={history!r} must be 0 or more moves")
-    return found
