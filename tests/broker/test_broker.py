@@ -1,0 +1,186 @@
+"""The broker inside a process: buffers, policies, limits and what it shows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from tests.broker.serving import ACME, OTHER
+
+from moored.broker import (
+    Broker,
+    BrokerOff,
+    LiveEvent,
+    LiveStream,
+    MemorySource,
+    Skipped,
+    SlowSubscriber,
+    SourceEvent,
+    SourceGap,
+    StreamReset,
+    TooManyStreams,
+)
+from moored.broker.prometheus import BrokerCollector
+
+pytestmark = pytest.mark.pure
+
+
+def payload(number: int, tenant: str = ACME) -> str:
+    return json.dumps({"org_id": tenant, "number": number})
+
+
+async def published(broker: Broker, source: MemorySource, *events: str) -> None:
+    """Publish events, and wait until the broker has them."""
+    goal = broker.statistics().events + len(events)
+    for each in events:
+        source.publish("orders", each)
+    while broker.statistics().events < goal:  # noqa: ASYNC110 - the broker has no event for it
+        await asyncio.sleep(0)
+
+
+async def taken(stream: LiveStream) -> list[Any]:
+    """Return the numbers of the events, and the other items as they are."""
+    return [
+        json.loads(item.payload)["number"] if isinstance(item, LiveEvent) else item
+        for item in await stream.take()
+    ]
+
+
+async def test_full_buffer_disconnects_and_the_client_resumes_without_loss() -> None:
+    source = MemorySource()
+    async with Broker(source, channels=["orders"], buffer=3) as broker:
+        async with broker.subscribe(ACME) as stream:
+            await published(broker, source, payload(1))
+            first = await anext(stream)
+            assert isinstance(first, LiveEvent)
+            await published(broker, source, *map(payload, range(2, 7)))
+            with pytest.raises(SlowSubscriber, match="buffer="):
+                await anext(stream)
+        async with broker.subscribe(ACME, after=first.id) as stream:
+            assert await taken(stream) == [2, 3, 4, 5, 6]
+
+
+async def test_full_buffer_drops_new_events_and_reports_their_number() -> None:
+    source = MemorySource()
+    async with Broker(source, channels=["orders"], buffer=2, slow="drop") as broker:
+        async with broker.subscribe(ACME) as stream:
+            await published(broker, source, *map(payload, range(1, 6)))
+            assert await taken(stream) == [1, 2, Skipped(3)]
+            await published(broker, source, payload(6))
+            assert await taken(stream) == [6]
+        assert broker.statistics().dropped == {"slow": 3}
+
+
+async def test_full_buffer_keeps_the_latest_event_and_reports_the_others() -> None:
+    source = MemorySource()
+    broker = Broker(source, channels=["orders"], buffer=2, slow="latest")
+    async with broker, broker.subscribe(ACME) as stream:
+        await published(broker, source, *map(payload, range(1, 6)))
+        assert await taken(stream) == [Skipped(4), 5]
+
+
+async def test_buffer_is_bounded_in_bytes_but_takes_one_large_event() -> None:
+    source = MemorySource()
+    broker = Broker(source, channels=["orders"], buffer_bytes=100, slow="drop")
+    async with broker, broker.subscribe(ACME) as stream:
+        large = json.dumps({"org_id": ACME, "number": 1, "text": "x" * 500})
+        await published(broker, source, large, payload(2))
+        assert await taken(stream) == [1, Skipped(1)]
+
+
+async def test_event_on_another_channel_or_without_a_tenant_is_dropped_and_counted() -> None:
+    source = MemorySource()
+    async with Broker(source, channels=["orders"]) as broker:
+        async with broker.subscribe(ACME) as stream:
+            source.publish("secrets", payload(1))
+            await published(broker, source, "{}", "no JSON", payload(2, OTHER), payload(3))
+            assert await taken(stream) == [3]
+        dropped = {"unknown_channel": 1, "no_tenant": 1, "not_an_object": 1}
+        assert broker.statistics().dropped == dropped
+
+
+async def test_limits_refuse_streams() -> None:
+    async with Broker(MemorySource(), channels=["orders"], max_streams=2) as broker:
+        with pytest.raises(ValueError, match="not a UUID"):
+            broker.open("acme")
+        with pytest.raises(ValueError, match="secrets"):
+            broker.open(ACME, ["secrets"])
+        streams = [broker.open(ACME.upper()), broker.open(OTHER)]
+        with pytest.raises(TooManyStreams, match="max_streams"):
+            broker.open(ACME)
+        assert repr(streams[0]) == f"<LiveStream of {ACME}: live, 0 buffered>"
+        for stream in streams:
+            broker.close(stream)
+            broker.close(stream)  # harmless
+        assert broker.statistics().subscribers == 0
+
+
+async def test_broker_that_is_off_or_stopped_refuses_streams() -> None:
+    async with Broker(None, channels=["orders"]) as off:
+        assert off.status()["state"] == "off"
+        with pytest.raises(BrokerOff, match="no source"):
+            off.open(ACME)
+    broker = Broker(MemorySource(), channels=["orders"])
+    with pytest.raises(BrokerOff, match="not started"):
+        broker.open(ACME)
+    async with broker, broker.subscribe(ACME) as stream:
+        await broker.drain(over=0)
+        assert await stream.take() == []
+        with pytest.raises(BrokerOff, match="stopping"):
+            broker.open(ACME)
+
+
+class Failing:
+    """A source that fails once, and then reports a gap."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.subscribed = asyncio.Event()
+
+    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+        self.calls += 1
+        await self.subscribed.wait()
+        if self.calls == 1:
+            yield SourceEvent("orders", payload(1))
+            raise ConnectionError("the server has gone away")
+        yield SourceGap("it was away")
+        yield SourceEvent("orders", payload(2))
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_streams_stay_open_while_the_source_fails(caplog: pytest.LogCaptureFixture) -> None:
+    source = Failing()
+    async with Broker(source, channels=["orders"]) as broker, broker.subscribe(ACME) as stream:
+        source.subscribed.set()
+        assert await taken(stream) == [1]
+        found = [await anext(stream), await anext(stream)]
+        assert isinstance(found[0], StreamReset)
+        assert isinstance(found[1], LiveEvent)
+        assert broker.statistics().resets == {"gap": 1}
+    assert "the server has gone away" in caplog.text
+
+
+def test_all_mistakes_are_reported_at_once() -> None:
+    with pytest.raises(ValueError, match=r"buffer=0.*slow='wait'.*channel 'reset'"):
+        Broker(None, channels=["reset"], buffer=0, slow="wait")  # type: ignore[arg-type]
+
+
+async def test_metrics_have_a_sample_for_each_counter() -> None:
+    source = MemorySource()
+    registry = CollectorRegistry()
+    async with Broker(source, channels=["orders"]) as broker:
+        registry.register(BrokerCollector(broker))
+        async with broker.subscribe(ACME):
+            await published(broker, source, payload(1), "{}")
+            text = generate_latest(registry).decode()
+    for line in (
+        'moored_broker_subscribers{broker="broker"} 1.0',
+        'moored_broker_delivered_total{broker="broker"} 1.0',
+        'moored_broker_dropped_total{broker="broker",reason="no_tenant"} 1.0',
+        'moored_broker_up{broker="broker"} 1.0',
+    ):
+        assert line in text
