@@ -52,7 +52,7 @@ def test_user_and_password_are_decoded_and_never_shown() -> None:
     packet = hello(protocol)
     assert (packet.username, packet.password) == ("us@er", SECRET.encode())
     dialogue = protocol.begin("alice", None, protocol.remember())
-    for shown in (repr(protocol), repr(protocol.endpoint), repr(dialogue), repr(dialogue._plan)):
+    for shown in (repr(protocol), repr(protocol.endpoint), repr(dialogue)):
         assert "ssw" not in shown
         assert "us@er" not in shown
     assert repr(protocol) == "<Mqtt mqtt://broker:1883, topic {recipient}>"
@@ -203,8 +203,8 @@ def test_profile_with_wildcards_or_invalid_characters_is_refused(profile: str) -
 def test_placeholders_inside_a_profile_are_not_expanded() -> None:
     protocol = Mqtt("mqtt://broker", topic="{profile}/{recipient}")
     dialogue = protocol.begin("{recipient}", None, MqttMemory())
-    assert dialogue._plan.topic == ("{recipient}/", "")
-    assert "bob".join(dialogue._plan.topic) == "{recipient}/bob"
+    assert dialogue._topic == ("{recipient}/", "")
+    assert "bob".join(dialogue._topic) == "{recipient}/bob"
 
 
 def test_tls_context_is_built_from_files(authority: Authority, tmp_path: Path) -> None:

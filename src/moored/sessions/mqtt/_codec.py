@@ -17,6 +17,11 @@ from typing import Any, Final
 
 from .._errors import ProtocolError
 
+#: Reads a value of a packet: the bytes, where it begins, and where the packet ends.
+Reader = Callable[[bytes, int, int], tuple[Any, int]]
+Writer = Callable[[Any], bytes]
+
+ONE: Final = Struct("B")
 TWO: Final = Struct(">H")
 FOUR: Final = Struct(">I")
 #: The largest number that a variable byte integer can hold.
@@ -130,10 +135,16 @@ def read_data(data: bytes, at: int, end: int) -> tuple[bytes, int]:
     return data[start:at], at
 
 
-def _read_byte(data: bytes, at: int, end: int) -> tuple[int, int]:
-    if at >= end:
-        raise malformed("a property that exceeds its packet")
-    return data[at], at + 1
+def _fixed(shape: Struct) -> Reader:
+    def read(data: bytes, at: int, end: int) -> tuple[int, int]:
+        if at + shape.size > end:
+            raise malformed("a property that exceeds its packet")
+        return shape.unpack_from(data, at)[0], at + shape.size
+
+    return read
+
+
+_read_byte = _fixed(ONE)
 
 
 def _read_flag(data: bytes, at: int, end: int) -> tuple[int, int]:
@@ -141,18 +152,6 @@ def _read_flag(data: bytes, at: int, end: int) -> tuple[int, int]:
     if value > 1:
         raise broken(0x82, "a property that must be 0 or 1 has another value")
     return value, at
-
-
-def _read_two(data: bytes, at: int, end: int) -> tuple[int, int]:
-    if at + 2 > end:
-        raise malformed("a property that exceeds its packet")
-    return data[at] << 8 | data[at + 1], at + 2
-
-
-def _read_four(data: bytes, at: int, end: int) -> tuple[int, int]:
-    if at + 4 > end:
-        raise malformed("a property that exceeds its packet")
-    return FOUR.unpack_from(data, at)[0], at + 4
 
 
 def _read_pair(data: bytes, at: int, end: int) -> tuple[tuple[str, str], int]:
@@ -163,17 +162,13 @@ def _read_pair(data: bytes, at: int, end: int) -> tuple[tuple[str, str], int]:
 
 # -- properties ------------------------------------------------------------------------------------
 
-Reader = Callable[[bytes, int, int], tuple[Any, int]]
-Writer = Callable[[Any], bytes]
-
 
 class Kind(Enum):
     """How the value of a property is written."""
 
-    BYTE = (_read_byte, lambda value: bytes((value,)))
     FLAG = (_read_flag, lambda value: bytes((bool(value),)))
-    TWO = (_read_two, TWO.pack)
-    FOUR = (_read_four, FOUR.pack)
+    TWO = (_fixed(TWO), TWO.pack)
+    FOUR = (_fixed(FOUR), FOUR.pack)
     NUMBER = (read_number, number)
     TEXT = (read_text, text_field)
     DATA = (read_data, data_field)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from .._content import Text
 from .._errors import ProtocolError, QueryFailed, StepFailed
@@ -44,11 +44,14 @@ from .._protocol import (
 )
 from . import _packets as packets
 from ._codec import broken, malformed
+from ._filters import unsupported
 from ._frames import OVERSIZED, PacketFrames
 from ._memory import MqttMemory
 from ._packets import Message, MessageTooLarge, SubscriptionRefused
-from ._plan import Plan, unsupported
 from ._reasons import FAILURE, end_class, refusal_class, words_of
+
+if TYPE_CHECKING:
+    from ._mqtt import Mqtt
 
 __all__ = ["MqttDialogue"]
 
@@ -68,8 +71,17 @@ REFUSED: Final = 2
 class MqttDialogue(Dialogue):
     """One link of one session."""
 
-    _plan: Plan
+    _settings: Mqtt
     _memory: MqttMemory
+    # The CONNECT, used once, and not kept: it may hold a password.
+    _hello: bytes
+    # Whether it requests a clean start.
+    _clean: bool
+    # The topic of a send is the recipient, joined with these.
+    _topic: tuple[str, ...]
+    # The topic filters to subscribe to, each with its template.
+    _filters: tuple[tuple[str, str], ...]
+    _goodbye: bytes
     _frames: PacketFrames = field(init=False)
     _phase: str = "connecting"
     _window: int = field(init=False)
@@ -90,8 +102,8 @@ class MqttDialogue(Dialogue):
     _left: bool = False
 
     def __post_init__(self) -> None:
-        self._frames = PacketFrames(self._plan.max_packet_size)
-        self._window = self._plan.window
+        self._frames = PacketFrames(self._settings.max_packet_size)
+        self._window = self._settings.send_window
 
     @property
     def room(self) -> int:
@@ -102,8 +114,7 @@ class MqttDialogue(Dialogue):
 
     def hello(self) -> bytes:
         """Return the CONNECT."""
-        # Used once, and not kept: it may hold a password.
-        hello, self._plan.hello = self._plan.hello, b""
+        hello, self._hello = self._hello, b""
         return hello
 
     def write(self, outgoing: Outgoing) -> bytes:
@@ -114,7 +125,7 @@ class MqttDialogue(Dialogue):
         if len(memory.inflight) >= self._window:
             raise StepFailed(f"the server allows no more than {self._window} unconfirmed sends")
         body = outgoing.content if outgoing.body is None else outgoing.body
-        topic = outgoing.recipient.join(self._plan.topic)
+        topic = outgoing.recipient.join(self._topic)
         try:
             address = topic.encode()
             wild = "+" in topic or "#" in topic or "\0" in topic
@@ -131,7 +142,7 @@ class MqttDialogue(Dialogue):
             raise StepFailed(
                 f"its packet has {len(data)} bytes, and the server accepts {self._largest}"
             )
-        memory.inflight[number] = (outgoing.id, data if self._plan.resumes else b"")
+        memory.inflight[number] = (outgoing.id, data if self._settings.resumes else b"")
         return data
 
     def check(self, outgoing: Outgoing) -> None:
@@ -235,7 +246,7 @@ class MqttDialogue(Dialogue):
     def goodbye(self) -> bytes:
         """Return a DISCONNECT."""
         self._outlived()
-        return self._plan.goodbye
+        return self._goodbye
 
     def _outlived(self) -> None:
         """Note that the oldest send is not the cause if the link ends from now on."""
@@ -296,7 +307,7 @@ class MqttDialogue(Dialogue):
                 raise broken(0x82, f"a CONNACK with code {code}")
             self._end(refusal_class(code), code, options, events)
             return
-        if present and self._plan.clean:
+        if present and self._clean:
             raise broken(0x82, "a session is present after a clean start")
         if "authentication_method" in options:
             raise broken(0x82, "an authentication method that was not requested")
@@ -311,12 +322,12 @@ class MqttDialogue(Dialogue):
             memory.forget()
             memory.lapsed = True
         self._present = present
-        self._window = min(self._plan.window, options.get("receive_maximum", 0xFFFF))
+        self._window = min(self._settings.send_window, options.get("receive_maximum", 0xFFFF))
         self._largest = options.get("maximum_packet_size", packets.LARGEST)
         self._retain = bool(options.get("retain_available", 1))
         # A shorter interval than the server's is always allowed.
         theirs = options.get("server_keep_alive") or math.inf
-        keepalive = float(theirs) if theirs < (self._plan.keepalive or math.inf) else None
+        keepalive = float(theirs) if theirs < (self._settings.keepalive or math.inf) else None
         keeps = options.get("session_expiry_interval") != 0
         self._ready = Ready(not memory.lapsed, self._window, keepalive, keeps)
         self._subscribe(options, events)
@@ -344,7 +355,7 @@ class MqttDialogue(Dialogue):
     @property
     def _wanted(self) -> tuple[str, ...]:
         wanted = self._memory.wanted
-        return tuple(text for text, _ in self._plan.filters) if wanted is None else wanted
+        return tuple(text for text, _ in self._filters) if wanted is None else wanted
 
     def _ask(
         self, write: Callable[[int, list[str]], bytes], filters: list[str], query: str | None = None
@@ -362,13 +373,13 @@ class MqttDialogue(Dialogue):
         known = tuple(sorted(filters))
         if known != self._memory.subscribed:
             self._memory.subscribed = known
-            if self._plan.outlives:
+            if self._settings.outlives:
                 events.append(Remember("\n".join(known).encode()))
 
     def _refused(self, text: str, code: int, events: list[DialogueEvent]) -> None:
         why = words_of(code)
         # Logged by its template: a filter may contain a profile.
-        name = dict(self._plan.filters).get(text, "a filter of this session")
+        name = dict(self._filters).get(text, "a filter of this session")
         events.append(Unhandled(f"no subscription to {name}: {why} (0x{code:02X})"))
         events.append(Happening(SubscriptionRefused(text, code, why)))
 
@@ -421,7 +432,7 @@ class MqttDialogue(Dialogue):
         events.append(self._ready)
 
     def _disconnect(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
-        _, code, options = packets.read_disconnect(data, at, end)
+        code, options = packets.read_disconnect(data, at, end)
         self._end(end_class(code), code, options, events)
 
     def _end(
@@ -494,10 +505,10 @@ class MqttDialogue(Dialogue):
         arrived, qos = self._arrived, first >> 1 & 3
         if self._is_known(number, qos, events):
             return
-        room = self._plan.receive_maximum - len(arrived) - len(self._memory.received)
+        room = self._settings.receive_maximum - len(arrived) - len(self._memory.received)
         full = room <= -OVERRUN
         if full and not arrived:
-            most = self._plan.receive_maximum
+            most = self._settings.receive_maximum
             raise broken(0x93, f"more than {most} unacknowledged messages")
         if full or self._left:
             self._left = True
@@ -532,7 +543,7 @@ class MqttDialogue(Dialogue):
             if answers := self._settled():
                 events.append(Greeting(answers))
         size = end - at
-        events.append(Happening(MessageTooLarge(topic, size, self._plan.max_packet_size)))
+        events.append(Happening(MessageTooLarge(topic, size, self._settings.max_packet_size)))
 
     def _pubrel(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
         number, _, _ = packets.read_result(data, at, end)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ._codec import broken, malformed
+from ._codec import broken, read_number
 
 __all__ = ["OVERSIZED", "PacketFrames"]
 
@@ -52,9 +52,9 @@ class PacketFrames:
         while size - at >= 2:
             length, body = data[at + 1], at + 2
             if length >= 0x80:
-                length, body = _long(data, body, length & 0x7F)
-                if not body:
-                    break
+                if size - at < 5 and min(data[at + 1 : size]) >= 0x80:
+                    break  # the length is incomplete
+                length, body = read_number(data, at + 1, size)
             end = body + length
             if end - at > self._limit:
                 if data[at] & 0xF0 != 0x30:
@@ -79,11 +79,6 @@ class PacketFrames:
         self._rest = bytearray(data[at:])
         self._need = len(self._rest) + missing
 
-    @property
-    def kept(self) -> int:
-        """The number of bytes of an incomplete packet."""
-        return len(self._rest) if self._rest is not None else 0
-
 
 def _missing(data: bytes, body: int, end: int) -> int:
     """Return how many bytes are missing to read the topic and the packet id of a PUBLISH."""
@@ -92,18 +87,3 @@ def _missing(data: bytes, body: int, end: int) -> int:
     if size >= 2:
         need += (data[body] << 8 | data[body + 1]) + 2
     return min(need, end - body) - size
-
-
-def _long(data: bytes, at: int, length: int) -> tuple[int, int]:
-    """Read a length of more than one byte, and where it ends; 0 if it is incomplete."""
-    for shift in (7, 14, 21):
-        if at == len(data):
-            return 0, 0
-        byte = data[at]
-        at += 1
-        length |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            if not byte:
-                raise malformed("a length is not in its shortest form")
-            return length, at
-    raise malformed("a length of more than four bytes")

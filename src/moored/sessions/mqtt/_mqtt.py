@@ -18,9 +18,9 @@ from ..transport import Tcp, WebSocket, default_tls
 from . import _packets as packets
 from ._codec import text_field
 from ._dialogue import MqttDialogue
+from ._filters import check_filter
 from ._memory import MqttMemory
 from ._packets import MessageTooLarge, Publication, SubscriptionRefused, Will
-from ._plan import Plan, check_filter
 from ._uri import Address, parse_uri
 
 __all__ = ["Mqtt"]
@@ -111,9 +111,9 @@ class Mqtt(Protocol):
         self._filters = (subscribe,) if isinstance(subscribe, str) else tuple(subscribe)
         self._session_expiry = session_expiry
         self._clean_start = clean_start
-        self._receive_maximum = self.inbound_window = receive_maximum
-        self._send_window = send_window
-        self._max_packet_size = max_packet_size
+        self.receive_maximum = self.inbound_window = receive_maximum
+        self.send_window = send_window
+        self.max_packet_size = max_packet_size
         self._will = will
         SECRETS.add_from(uri)
         mistakes: list[str] = []
@@ -148,9 +148,9 @@ class Mqtt(Protocol):
     def _wrong_numbers(self) -> Iterable[str]:
         bounds = {
             "session_expiry": (self._session_expiry, 0, packets.LONGEST),
-            "receive_maximum": (self._receive_maximum, 1, 0xFFFF),
-            "send_window": (self._send_window, 1, 0xFFFF - 1),
-            "max_packet_size": (self._max_packet_size, 128, packets.LARGEST),
+            "receive_maximum": (self.receive_maximum, 1, 0xFFFF),
+            "send_window": (self.send_window, 1, 0xFFFF - 1),
+            "max_packet_size": (self.max_packet_size, 128, packets.LARGEST),
         }
         for name, (value, least, most) in bounds.items():
             if not least <= value <= most:
@@ -211,7 +211,7 @@ class Mqtt(Protocol):
             f"{address}{address.path}",
             subprotocol="mqtt",
             tls=self._tls,
-            max_size=max(2 * self._max_packet_size, LARGE_FRAME),
+            max_size=max(2 * self.max_packet_size, LARGE_FRAME),
         )
 
     @staticmethod
@@ -246,12 +246,11 @@ class Mqtt(Protocol):
     def begin(self, profile: str, credentials: bytes | None, memory: MqttMemory) -> MqttDialogue:
         """Return a dialogue for a new link."""
         try:
-            plan = self._plan(profile, credentials, memory)
+            return self._begin(profile, credentials, memory)
         except ValueError as error:
             raise SessionError(f"the profile cannot be used with MQTT: {error}") from error
-        return MqttDialogue(plan, memory)
 
-    def _plan(self, profile: str, credentials: bytes | None, memory: MqttMemory) -> Plan:
+    def _begin(self, profile: str, credentials: bytes | None, memory: MqttMemory) -> MqttDialogue:
         client_id = memory.client_id or _fill(self._client_id, profile)
         # Clean if no link can resume; with `clean_start`, only the first link discards the session.
         clean = not self.resumes or not client_id or (self._clean_start and not memory.begun)
@@ -260,8 +259,8 @@ class Mqtt(Protocol):
             username, password = _user(credentials)
         values = {
             "session_expiry_interval": self._session_expiry or None,
-            "receive_maximum": self._receive_maximum,
-            "maximum_packet_size": self._max_packet_size,
+            "receive_maximum": self.receive_maximum,
+            "maximum_packet_size": self.max_packet_size,
         }
         will = self._will
         hello = packets.connect(
@@ -274,19 +273,10 @@ class Mqtt(Protocol):
             will=will,
             will_topic=_fill(will.topic, profile) if will is not None else "",
         )
-        return Plan(
-            hello=hello,
-            clean=clean,
-            topic=tuple(_fill(piece, profile) for piece in self._topic.split("{recipient}")),
-            filters=tuple((_filter(text, profile), text) for text in self._filters),
-            outlives=self.outlives,
-            resumes=self.resumes,
-            keepalive=self.keepalive,
-            window=self._send_window,
-            receive_maximum=self._receive_maximum,
-            max_packet_size=self._max_packet_size,
-            goodbye=packets.disconnect(0x04 if will is not None and will.on_goodbye else 0),
-        )
+        topic = tuple(_fill(piece, profile) for piece in self._topic.split("{recipient}"))
+        filters = tuple((_filter(text, profile), text) for text in self._filters)
+        goodbye = packets.disconnect(0x04 if will is not None and will.on_goodbye else 0)
+        return MqttDialogue(self, memory, hello, clean, topic, filters, goodbye)
 
     def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
         """Raise `StepFailed` for content that no server accepts; for `offline=True`."""

@@ -287,14 +287,6 @@ class Connack(NamedTuple):
     properties: Mapping[str, Any]
 
 
-class PacketResult(NamedTuple):
-    """The reason code for one packet, or for the connection."""
-
-    packet_id: int
-    code: int
-    properties: Mapping[str, Any]
-
-
 def _done(at: int, end: int) -> None:
     if at != end:
         raise malformed(f"a packet with {end - at} bytes too many")
@@ -317,19 +309,14 @@ def read_connack(data: bytes, at: int, end: int) -> Connack:
     return Connack(bool(flags), code, found)
 
 
-def read_result(data: bytes, at: int, end: int) -> PacketResult:
-    """Read a PUBACK, PUBREC, PUBREL or PUBCOMP."""
+def read_result(data: bytes, at: int, end: int) -> tuple[int, int, Mapping[str, Any]]:
+    """Read a PUBACK, PUBREC, PUBREL or PUBCOMP: packet id, reason code and properties."""
     if end - at < 2:
         raise malformed("an acknowledgement without a packet id")
     packet_id = data[at] << 8 | data[at + 1]
     if not packet_id:
         raise broken(0x82, "an acknowledgement of packet 0")
-    code = data[at + 2] if end - at > 2 else 0
-    if end - at < 4:
-        return PacketResult(packet_id, code, _NOTHING)
-    found, at = read_properties(data, at + 3, end, _COMMON)
-    _done(at, end)
-    return PacketResult(packet_id, code, found)
+    return packet_id, *_read_reason(data, at + 2, end, _COMMON)
 
 
 def read_suback(data: bytes, at: int, end: int) -> tuple[int, bytes]:
@@ -341,16 +328,20 @@ def read_suback(data: bytes, at: int, end: int) -> tuple[int, bytes]:
     return packet_id, data[at:end]
 
 
-def read_disconnect(data: bytes, at: int, end: int) -> PacketResult:
-    """Read a DISCONNECT."""
-    if at == end:
-        return PacketResult(0, 0, _NOTHING)
-    code = data[at]
-    if end - at == 1:
-        return PacketResult(0, code, _NOTHING)
-    found, at = read_properties(data, at + 1, end, _IN_DISCONNECT)
-    _done(at, end)
-    return PacketResult(0, code, found)
+def read_disconnect(data: bytes, at: int, end: int) -> tuple[int, Mapping[str, Any]]:
+    """Read a DISCONNECT: its reason code and properties."""
+    return _read_reason(data, at, end, _IN_DISCONNECT)
+
+
+def _read_reason(
+    data: bytes, at: int, end: int, allowed: frozenset[int]
+) -> tuple[int, Mapping[str, Any]]:
+    """Read a reason code and properties, up to the end; both may be missing."""
+    if end - at < 2:
+        return (data[at] if at < end else 0), _NOTHING
+    found, stop = read_properties(data, at + 1, end, allowed)
+    _done(stop, end)
+    return data[at], found
 
 
 def read_address(first: int, data: bytes, at: int, end: int) -> tuple[str, int, int]:

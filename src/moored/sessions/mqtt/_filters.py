@@ -1,36 +1,13 @@
-"""The settings of one link, and checks of topic filters."""
+"""Checks of topic filters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from ._codec import text_field
 
-__all__ = ["Plan", "check_filter", "unsupported"]
-
-
-@dataclass(slots=True)
-class Plan:
-    """The protocol's settings, filled in for one link of one profile."""
-
-    #: The CONNECT packet.
-    hello: bytes = field(repr=False)
-    #: Whether it requests a clean start.
-    clean: bool
-    #: The topic of a send is the recipient, joined with these.
-    topic: tuple[str, ...]
-    #: The topic filters to subscribe to, each with its template.
-    filters: tuple[tuple[str, str], ...]
-    #: Whether the server keeps the MQTT session for the next process.
-    outlives: bool
-    resumes: bool
-    keepalive: float | None
-    window: int
-    receive_maximum: int
-    max_packet_size: int
-    goodbye: bytes
+__all__ = ["check_filter", "unsupported"]
 
 
 def unsupported(text: str, options: Mapping[str, Any]) -> int:
