@@ -9,7 +9,7 @@ import pytest
 from tests.broker.world import subscribers_come_and_go
 
 from moored.broker import _stream
-from moored.broker._audience import Audience, Subscriber
+from moored.broker._audience import Audience, StreamBuffer
 from moored.broker._broker import Broker
 from moored.broker._events import LiveEvent
 from moored.testing import Mutant, assert_caught, mutant, scaled, simulate
@@ -30,16 +30,16 @@ def test_clients_get_every_event_on_a_busy_machine() -> None:
     simulate(subscribers_come_and_go, scaled(200), lateness=0.05, timer_slack=0.001)
 
 
-def _everybody(self: Audience, tenant: str, channel: str) -> Iterator[Subscriber]:
+def _everybody(self: Audience, tenant: str, channel: str) -> Iterator[StreamBuffer]:
     return iter([each for each in self._all if channel in each.channels])
 
 
-def _without_overrun(self: Subscriber, floor: Any) -> bool:
+def _without_overrun(self: StreamBuffer, floor: Any) -> bool:
     self.overrun = False
     return _caught_up(self, floor)
 
 
-def _without_floor(self: Subscriber, floor: Any) -> bool:
+def _without_floor(self: StreamBuffer, floor: Any) -> bool:
     caught_up = _caught_up(self, floor)
     self.floor = None
     return caught_up
@@ -49,27 +49,27 @@ def _silent(self: Broker, reason: str) -> None:
     pass
 
 
-def _unbounded(self: Subscriber, event: LiveEvent) -> str:
+def _unbounded(self: StreamBuffer, event: LiveEvent) -> str:
     if self.floor is None or event.position > self.floor:
         self._items.append(event)
         self._notify()
     return ""
 
 
-def _forgetful(self: Subscriber, floor: Any) -> bool:
+def _forgetful(self: StreamBuffer, floor: Any) -> bool:
     self._clear()
     return _caught_up(self, floor)
 
 
-_caught_up = Subscriber.caught_up
+_caught_up = StreamBuffer.caught_up
 
 MUTANTS = [
     mutant(Audience, "hearers", _everybody, name="index by channel only"),
-    mutant(Subscriber, "caught_up", _without_overrun, name="live events forgotten in the replay"),
-    mutant(Subscriber, "caught_up", _without_floor, name="live events repeat the replay"),
+    mutant(StreamBuffer, "caught_up", _without_overrun, name="live events forgotten in the replay"),
+    mutant(StreamBuffer, "caught_up", _without_floor, name="live events repeat the replay"),
     mutant(Broker, "_gap", _silent, name="gap without a reset"),
-    mutant(Subscriber, "push", _unbounded, name="unbounded buffer"),
-    mutant(Subscriber, "caught_up", _forgetful, name="not registered while it replays"),
+    mutant(StreamBuffer, "push", _unbounded, name="unbounded buffer"),
+    mutant(StreamBuffer, "caught_up", _forgetful, name="not registered while it replays"),
 ]
 
 

@@ -14,16 +14,16 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
-from ._events import Keepalive, LiveEvent, Skipped, StreamReset
+from ._events import LiveEvent, Skipped, StreamComment, StreamReset
 
-__all__ = ["Audience", "SlowPolicy", "Subscriber"]
+__all__ = ["Audience", "SlowPolicy", "StreamBuffer"]
 
 #: What happens to a subscriber whose buffer is full.
 SlowPolicy = Literal["disconnect", "drop", "latest"]
-Item = LiveEvent | StreamReset | Skipped | Keepalive
+Item = LiveEvent | StreamReset | Skipped | StreamComment
 
 
-class Subscriber:
+class StreamBuffer:
     """The buffer of one subscriber.
 
     It is *replaying* until it has read the history after its last event. Meanwhile live events are
@@ -67,7 +67,7 @@ class Subscriber:
         #: The most events that were buffered at a time.
         self.high_water = 0
         self._limits = limits
-        self._items: deque[LiveEvent | StreamReset | Keepalive] = deque()
+        self._items: deque[LiveEvent | StreamReset | StreamComment] = deque()
         self._bytes = 0
         self._skipped = 0
 
@@ -102,7 +102,7 @@ class Subscriber:
     def keepalive(self) -> None:
         """Let the stream send something, if it has nothing to send."""
         if not self._items and not self.replaying:
-            self._items.append(Keepalive())
+            self._items.append(StreamComment())
             self._notify()
 
     def end(self, reason: str) -> None:
@@ -176,11 +176,11 @@ class Audience:
     """All subscribers, by tenant and channel."""
 
     def __init__(self) -> None:
-        self._index: dict[str, dict[str, dict[Subscriber, None]]] = {}
-        self._all: dict[Subscriber, None] = {}
+        self._index: dict[str, dict[str, dict[StreamBuffer, None]]] = {}
+        self._all: dict[StreamBuffer, None] = {}
         self.of_tenant: Counter[str] = Counter()
 
-    def add(self, subscriber: Subscriber) -> None:
+    def add(self, subscriber: StreamBuffer) -> None:
         """Add a subscriber: it gets every event from now on."""
         self._all[subscriber] = None
         self.of_tenant[subscriber.tenant] += 1
@@ -188,7 +188,7 @@ class Audience:
         for channel in subscriber.channels:
             channels.setdefault(channel, {})[subscriber] = None
 
-    def remove(self, subscriber: Subscriber) -> None:
+    def remove(self, subscriber: StreamBuffer) -> None:
         """Remove a subscriber."""
         if self._all.pop(subscriber, self) is self:
             return
@@ -200,16 +200,16 @@ class Audience:
         for channel in subscriber.channels:
             del self._index[tenant][channel][subscriber]
 
-    def hearers(self, tenant: str, channel: str) -> Iterator[Subscriber]:
+    def hearers(self, tenant: str, channel: str) -> Iterator[StreamBuffer]:
         """Return the subscribers of a tenant and a channel."""
         return iter(self._index.get(tenant, _NONE).get(channel, _NOBODY))
 
-    def __iter__(self) -> Iterator[Subscriber]:
+    def __iter__(self) -> Iterator[StreamBuffer]:
         return iter(self._all)
 
     def __len__(self) -> int:
         return len(self._all)
 
 
-_NONE: dict[str, dict[Subscriber, None]] = {}
-_NOBODY: dict[Subscriber, None] = {}
+_NONE: dict[str, dict[StreamBuffer, None]] = {}
+_NOBODY: dict[StreamBuffer, None] = {}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 from moored.kernel import Backoff, Child, Clock, Context, Recorder, Supervisor, describe, refuse
 
-from ._audience import Audience, SlowPolicy, Subscriber
+from ._audience import Audience, SlowPolicy, StreamBuffer
 from ._events import (
     BrokerOff,
     EventSource,
@@ -22,7 +22,7 @@ from ._events import (
     SourceGap,
     TooManyStreams,
 )
-from ._history import History
+from ._recent import RecentEvents
 from ._stream import LiveStream
 from ._tenants import Tenants, Untold, canonical_uuid
 
@@ -110,7 +110,7 @@ class Broker:
         refuse("Broker", self._mistakes(numbers, slow))
         self.name = name
         self._source = source
-        self._history = History(history, history * 16 * 1024) if replay is None else None
+        self._history = RecentEvents(history, history * 16 * 1024) if replay is None else None
         self._replay: ReplaySource = self._history if replay is None else replay  # type: ignore[assignment]
         self._tenants = Tenants(tenant, canonical)
         self._limits = buffer, buffer_bytes, slow
@@ -265,13 +265,13 @@ class Broker:
             except HistoryLost as error:
                 lost = str(error)
         # Registered before the history is read: an event is in one of both, or in both.
-        subscriber = Subscriber(tenant, wanted, self._limits, replaying=position is not None)
+        subscriber = StreamBuffer(tenant, wanted, self._limits, replaying=position is not None)
         self._audience.add(subscriber)
         if lost:
             self._lost(subscriber, lost)
         return LiveStream(subscriber, self._replay, position, admit=self._admit, on_lost=self._lost)
 
-    def _lost(self, subscriber: Subscriber, reason: str) -> None:
+    def _lost(self, subscriber: StreamBuffer, reason: str) -> None:
         self._resets["history"] += 1
         subscriber.reset(reason, self._newest)
 

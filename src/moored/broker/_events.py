@@ -13,13 +13,13 @@ __all__ = [
     "BrokerOff",
     "EventSource",
     "HistoryLost",
-    "Keepalive",
     "LiveEvent",
     "ReplaySource",
     "Skipped",
     "SlowSubscriber",
     "SourceEvent",
     "SourceGap",
+    "StreamComment",
     "StreamReset",
     "TooManyStreams",
 ]
@@ -165,7 +165,7 @@ class Skipped(NamedTuple):
         return json.dumps({"event": "skipped", "data": {"count": self.number}})
 
 
-class Keepalive(NamedTuple):
+class StreamComment(NamedTuple):
     """A comment that shows a proxy and the client that the stream is alive."""
 
     sse: bytes = b":keepalive\n\n"

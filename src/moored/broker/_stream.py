@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ._audience import Item, Subscriber
+from ._audience import Item, StreamBuffer
 from ._events import HistoryLost, LiveEvent, ReplaySource, SlowSubscriber, SourceEvent
 
 __all__ = ["LiveStream"]
@@ -24,12 +24,12 @@ class LiveStream:
 
     def __init__(
         self,
-        subscriber: Subscriber,
+        subscriber: StreamBuffer,
         replay: ReplaySource,
         after: Any,
         *,
         admit: Callable[[SourceEvent], LiveEvent | None],
-        on_lost: Callable[[Subscriber, str], None],
+        on_lost: Callable[[StreamBuffer, str], None],
     ) -> None:
         self.subscriber = subscriber
         #: The number of events that were read from the history.

@@ -8,10 +8,10 @@ from typing import Any
 
 from ._events import HistoryLost, LiveEvent, SourceEvent
 
-__all__ = ["History"]
+__all__ = ["RecentEvents"]
 
 
-class History:
+class RecentEvents:
     """The last events of this process; an implementation of `ReplaySource`.
 
     An id is valid in this process only: it begins with a random name of the process.
