@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,10 @@ from psycopg.conninfo import conninfo_to_dict
 from moored.kernel import Backoff, Context, IllegalMove, Machine, Move
 from moored.postgres import _postgres
 from moored.postgres.consume import _store
-from moored.postgres.manage import _manager, _stack
+from moored.postgres.manage import Stack, _manager, _stack
 from moored.postgres.manage._manager import Manager, SubsystemFailed
 from moored.postgres.manage._manager_core import Actions, ManagerCore, Role
+from moored.postgres.manage._parts import PostedEvent
 from moored.postgres.server import _connect
 from moored.postgres.server._faults import Diagnosis
 from moored.postgres.stream import _replication
@@ -77,18 +78,9 @@ async def _to_thread(function: Callable[..., T], *args: Any, **options: Any) -> 
 
 
 def _pool(
-    role: Role,
-    conninfo: Callable[[], Awaitable[str]],
-    size: int,
-    *,
-    kwargs: dict[str, Any],
-    on_ready: Callable[[Role], None],
-    on_repopulating: Callable[[Role, str], None],
-    on_failed: Callable[[Role, Diagnosis], None],
-    **others: Any,
+    stack: Stack, role: Role, url: str, size: int, post: Callable[[PostedEvent], None]
 ) -> Pool:
-    who = kwargs["application_name"]
-    return Pool(_world().server, who, role, on_ready, on_repopulating, on_failed)
+    return Pool(_world().server, stack.settings.application_name, role, stack.core, post)
 
 
 def _kept_store(path: Path) -> KeptStore:

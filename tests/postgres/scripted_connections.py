@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Self
 
 import psycopg
 from psycopg import errors
 
 from moored.postgres._errors import StreamEnded
-from moored.postgres.manage._manager_core import Role
-from moored.postgres.server._faults import Diagnosis, FaultVerdict, diagnose
+from moored.postgres.manage._manager_core import ManagerCore, Role
+from moored.postgres.manage._parts import PostedEvent
+from moored.postgres.server._faults import FaultVerdict, diagnose
 from moored.reservoir import PoolClosed
 
 from .scripted_server import Server, Session
@@ -119,16 +121,14 @@ class Pool:
         server: Server,
         who: str,
         role: Role,
-        on_ready: Callable[[Role], None],
-        on_repopulating: Callable[[Role, str], None],
-        on_failed: Callable[[Role, Diagnosis], None],
+        core: ManagerCore,
+        post: Callable[[PostedEvent], None],
     ) -> None:
         self.role = role
         self._server = server
         self._who = who
-        self._on_ready = on_ready
-        self._on_repopulating = on_repopulating
-        self._on_failed = on_failed
+        self._core = core
+        self._post = post
         self._session: Session | None = None
         self.ready = False
         self.closed = False
@@ -145,7 +145,8 @@ class Pool:
                 while self._session.error is None:
                     await self._session.sleep()
                 self.ready = False
-                self._on_repopulating(self.role, str(self._session.error))
+                why = str(self._session.error)
+                self._post(partial(self._core.pool_repopulating, self.role, why))
         finally:
             self.closed = True
             if self._session is not None:
@@ -168,10 +169,10 @@ class Pool:
             except psycopg.Error as error:
                 diagnosis = diagnose(error)
                 if diagnosis.verdict is FaultVerdict.FATAL:
-                    self._on_failed(self.role, diagnosis)
+                    self._post(partial(self._core.pool_failed, self.role, diagnosis))
                 await asyncio.sleep(self._server.rng.uniform(0.5, 3.0))
         self.ready = True
-        self._on_ready(self.role)
+        self._post(partial(self._core.pool_ready, self.role))
 
     @asynccontextmanager
     async def connection(self, timeout: float = 30.0) -> AsyncIterator[Connection]:

@@ -45,7 +45,7 @@ from .report import (
     status_of,
     with_health,
 )
-from .server import _admin, connect
+from .server import _admin
 
 __all__ = ["Postgres", "StackEvent"]
 
@@ -266,7 +266,7 @@ class Postgres:
         """Drop them if the manager could not: without the lock, or before its pools were open."""
         settings = self.settings
         try:
-            async with asyncio.timeout(_admin.TIMEOUT), self._direct() as conn:
+            async with await self._stack.connect(_admin.TIMEOUT) as conn:
                 # The slot first: this fails while another instance reads it, which needs both.
                 await _admin.drop_slot(conn, settings.slot_name)
                 if not settings.manual_publication:
@@ -275,12 +275,6 @@ class Postgres:
             raise PostgresError(
                 f"the slot {settings.slot_name} could not be dropped: {describe(error)}"
             ) from error
-
-    @asynccontextmanager
-    async def _direct(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
-        conninfo = await self._stack.resolver.conninfo(self.settings.replication_url)
-        async with await connect(conninfo) as conn:
-            yield conn
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -312,7 +306,10 @@ class Postgres:
         """Check out a connection of the current pool; of the next one if that is closed."""
         while True:
             await self.wake()
-            await self._wait_for("snapshot_connection_pool_ready", deadline)
+            await self._wait(
+                lambda _: self.monitor.conditions()["snapshot_connection_pool_ready"].met,
+                deadline.timeout,
+            )
             pool = self._manager.pools[Role.SNAPSHOT].pool
             async with AsyncExitStack() as stack:
                 try:
@@ -399,7 +396,7 @@ class Postgres:
         if limit is None:
             return False
         try:
-            async with asyncio.timeout(self.settings.connect_timeout), self._direct() as conn:
+            async with await self._stack.connect(self.settings.connect_timeout) as conn:
                 kept = await _admin.retained(conn, self.settings.slot_name)
         except (psycopg.Error, OSError, PostgresError) as error:
             log.info("the retained WAL could not be queried: %s", describe(error))
@@ -440,13 +437,6 @@ class Postgres:
         """
         await self.wake()
         await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
-
-    async def _wait_for(self, condition: str, deadline: Deadline) -> None:
-        def met(status: Status) -> bool:
-            return self.monitor.conditions()[condition].met
-
-        self._check_open()
-        await self._wait(met, deadline.timeout)
 
     async def _wait(self, predicate: Any, timeout: float | None) -> None:
         try:

@@ -67,20 +67,10 @@ class Body:
 
     def append(self, data: bytes) -> None:
         """Add the message of a change."""
-        self.count += 1
-        self.size += len(data)
-        if self._spilled is not None:
-            self._spilled.gather(data)
-            return
-        self._kept.append(data)
-        if self.size > self._shelf.spill_after:
-            self._spill()
+        self.extend([data])
 
     def extend(self, messages: list[bytes]) -> None:
         """Add the messages of changes."""
-        if len(messages) == 1:
-            self.append(messages[0])
-            return
         self.count += len(messages)
         self.size += sum(map(len, messages))
         if self._spilled is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
 from .._errors import DecodeError
@@ -189,28 +190,18 @@ class Truncate(_OfTable):
         )
 
 
+@dataclass(slots=True)
 class Emitted:
     """A message of pg_logical_emit_message()."""
 
-    __slots__ = ("content", "prefix")
-    __match_args__ = ("prefix", "content")
+    prefix: str
+    content: bytes
     kind: ClassVar[str] = "message"
     #: There is no table; these exist so that all kinds of changes have the same attributes.
     schema: ClassVar[None] = None
     table: ClassVar[None] = None
     old: ClassVar[None] = None
     new: ClassVar[None] = None
-
-    def __init__(self, prefix: str, content: bytes) -> None:
-        self.prefix = prefix
-        self.content = content
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Emitted):
-            return NotImplemented
-        return (self.prefix, self.content) == (other.prefix, other.content)
-
-    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"<Emitted {self.prefix!r}, {len(self.content)} bytes>"

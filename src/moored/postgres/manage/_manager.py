@@ -30,12 +30,11 @@ from moored.kernel import (
 
 from .._errors import PostgresError, StateError
 from ..consume import Publisher, _backpressure
-from ..decode import Shelf
 from ..report import CONDITIONS, lock_words
-from ..server import _admin, connect, diagnose
-from ..stream import KEEPALIVES, ReplicationClient
+from ..server import _admin, diagnose
+from ..stream import ReplicationClient
 from ._manager_core import Act, Action, Actions, Role, Timer
-from ._parts import Parts, PostedEvent
+from ._parts import Parts
 from ._pools import ManagedPool, pool_sizes
 from ._stack import Stack
 
@@ -62,11 +61,10 @@ class Manager:
     """
 
     def __init__(self, stack: Stack, used: Callable[[], None]) -> None:
-        self._settings, self._clock = stack.settings, stack.clock
-        self._recorder, self._emit = stack.recorder, stack.events.emit
+        self._stack = stack
+        self._settings, self._clock, self._emit = stack.settings, stack.clock, stack.events.emit
         self._core, self._monitor, self._outages = stack.core, stack.monitor, stack.outages
         self._hub, self._integrity = stack.hub, stack.integrity
-        self._resolver, self._totals = stack.resolver, stack.totals
         self._used = used
         self._events: asyncio.Queue[Callable[[], Actions]] = asyncio.Queue()
         self._timers = Timers(self._clock)
@@ -191,18 +189,15 @@ class Manager:
     async def _start_client(self) -> None:
         settings, post = self._settings, self._parts.replace("replication")
         if self.client is not None and not self.client.dialled:
-            self._resolver.forget()  # the known route may have stopped working
+            self._stack.resolver.forget()  # the known route may have stopped working
         self.client = ReplicationClient(
-            lambda: self._resolver.conninfo(settings.replication_url),
+            lambda: self._stack.resolver.conninfo(settings.replication_url),
             replace(settings, recreate_slot=settings.recreate_slot and not self._core.configured),
             self._hub,
-            dial_options={"application_name": settings.application_name, **KEEPALIVES},
-            dial_timeout=settings.connect_timeout,
-            shelf=Shelf(settings.state_dir / "spill"),
             clock=self._clock,
             report=lambda step: post(lambda: self._core.client_at(step)),
             first_message=lambda: post(self._core.first_message),
-            totals=self._totals,
+            totals=self._stack.totals,
         )
         await self._parts.own("replication", self.client.run, self._core.client_failed, post)
 
@@ -215,18 +210,7 @@ class Manager:
         ):
             await self._parts.stop(role.value)
             post = self._parts.replace(role.value)
-            self.pools[role] = pool = ManagedPool(
-                role,
-                partial(self._resolver.conninfo, url),
-                size,
-                kwargs={"application_name": settings.application_name, **KEEPALIVES},
-                clock=self._clock,
-                recorder=self._recorder,
-                name=f"postgres.{settings.stream_id}",
-                on_ready=partial(_posted, post, self._core.pool_ready),
-                on_repopulating=partial(_posted, post, self._core.pool_repopulating),
-                on_failed=partial(_posted, post, self._core.pool_failed),
-            )
+            self.pools[role] = pool = ManagedPool(self._stack, role, url, size, post)
             await self._parts.own(role.value, pool.run, self._core.subsystem_failed, post)
 
     async def _check_integrity(self) -> None:
@@ -298,13 +282,6 @@ class Manager:
 
     # -- checks --------------------------------------------------------------------------------
 
-    async def _short_connection(self) -> psycopg.AsyncConnection[Any]:
-        async with asyncio.timeout(_admin.TIMEOUT):
-            return await connect(
-                await self._resolver.conninfo(self._settings.replication_url),
-                application_name=self._settings.application_name,
-            )
-
     async def _start_check(
         self, name: str, why: Callable[[ReplicationClient], Coroutine[Any, Any, None]]
     ) -> None:
@@ -325,7 +302,7 @@ class Manager:
     async def _check_lock(self, client: ReplicationClient) -> None:
         """Terminate an abandoned holder of the lock, or report the holder."""
         slot, own = self._settings.slot_name, client.setup.findings.backend_pid
-        async with await self._short_connection() as conn:
+        async with await self._stack.connect(_admin.TIMEOUT) as conn:
             ended = await _admin.break_lock(conn, slot, own)
             holder = None if ended else await _admin.lock_holder(conn, slot)
         for pid in ended:
@@ -347,7 +324,7 @@ class Manager:
     async def _unblock_slot(self, client: ReplicationClient) -> None:
         """Report the transactions that a new slot waits for, and speed up its creation."""
         own = client.setup.findings.backend_pid
-        async with await self._short_connection() as conn:
+        async with await self._stack.connect(_admin.TIMEOUT) as conn:
             queries = self._settings.show_queries
             self.blockers = found = await _admin.blockers(conn, [own], queries=queries)
             for blocker in found:
@@ -406,7 +383,7 @@ class Manager:
         self._clear_conditions(reason)
         await self._stop_client()
         try:
-            async with await self._short_connection() as conn:
+            async with await self._stack.connect(_admin.TIMEOUT) as conn:
                 await _admin.drop_slot(conn, self._settings.slot_name)
         except Exception as error:
             # The next run finds the same slot, and drops it again.
@@ -490,7 +467,3 @@ class Manager:
                 await call(conn, argument)
         except Exception as error:
             log.warning("%s: %s", call.__name__, describe(error))
-
-
-def _posted(post: Callable[[PostedEvent], None], event: Callable[..., Actions], *args: Any) -> None:
-    post(partial(event, *args))

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from enum import Enum
+from functools import partial
 from typing import Any, NamedTuple
 
 import psycopg
 
-from moored.kernel import Clock, Recorder
 from moored.reservoir import AsyncConnectionPool, ReservoirConfig
 
 from ..server import Diagnosis, FaultVerdict, diagnose
+from ..stream import KEEPALIVES
 from ._manager_core import Role
+from ._parts import PostedEvent
+from ._stack import Stack
 
 __all__ = ["ManagedPool", "PoolSizes", "PoolStatus", "pool_sizes"]
 
@@ -47,46 +50,36 @@ class PoolStatus(Enum):
 
 
 class ManagedPool:
-    """A pool that reports its state.
+    """A pool that reports its state to the manager's core.
 
-    :param on_ready: called when all its connections are open.
-    :param on_repopulating: called when it lacks connections, with the reason.
-    :param on_failed: called when it cannot be filled, with an error that is not temporary.
+    :param post: posts an event to the manager.
     """
 
     def __init__(
-        self,
-        role: Role,
-        conninfo: Callable[[], Awaitable[str]],
-        size: int,
-        *,
-        kwargs: dict[str, Any],
-        clock: Clock,
-        recorder: Recorder,
-        name: str,
-        on_ready: Callable[[Role], None],
-        on_repopulating: Callable[[Role, str], None],
-        on_failed: Callable[[Role, Diagnosis], None],
+        self, stack: Stack, role: Role, url: str, size: int, post: Callable[[PostedEvent], None]
     ) -> None:
         self.role = role
         self.size = size
         self.status = PoolStatus.STARTING
         self._reported = ""
-        self._on_ready = on_ready
-        self._on_repopulating = on_repopulating
-        self._on_failed = on_failed
+        self._core = stack.core
+        self._post = post
         self.pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] = AsyncConnectionPool(
-            conninfo,
+            partial(stack.resolver.conninfo, url),
             # No prepared statements: behind a pooler, the next transaction may use another server
             # connection.
-            kwargs={"prepare_threshold": None, **kwargs},
+            kwargs={
+                "prepare_threshold": None,
+                "application_name": stack.settings.application_name,
+                **KEEPALIVES,
+            },
             config=ReservoirConfig(max_size=size, target_ready=size, low_watermark=size),
             open=False,
-            name=f"{name}.{role.value}",
+            name=f"postgres.{stack.settings.stream_id}.{role.value}",
             queue_target=5.0,
             queue_interval=10.0,
-            clock=clock,
-            recorder=recorder,
+            clock=stack.clock,
+            recorder=stack.recorder,
         )
 
     async def run(self) -> None:
@@ -105,23 +98,27 @@ class ManagedPool:
             if connected < enough:
                 self.status = PoolStatus.REPOPULATING
                 why = "" if error is None else diagnose(error).message
-                self._on_repopulating(
-                    self.role, why or f"{connected} of {self.size} connections are open"
-                )
+                self._repopulating(why or f"{connected} of {self.size} connections are open")
         elif connected >= self.size:
             self.status = PoolStatus.READY
             self._reported = ""
-            self._on_ready(self.role)
+            self._post(partial(self._core.pool_ready, self.role))
         elif error is not None:
             diagnosis = diagnose(error)
             if self._blocks_shutdown(diagnosis):
-                self._on_failed(self.role, diagnosis)
+                self._failed(diagnosis)
             elif str(diagnosis) != self._reported:
                 self._reported = str(diagnosis)
                 if diagnosis.verdict is FaultVerdict.FATAL:
-                    self._on_failed(self.role, diagnosis)
+                    self._failed(diagnosis)
                 else:
-                    self._on_repopulating(self.role, self._reported)
+                    self._repopulating(self._reported)
+
+    def _repopulating(self, why: str) -> None:
+        self._post(partial(self._core.pool_repopulating, self.role, why))
+
+    def _failed(self, diagnosis: Diagnosis) -> None:
+        self._post(partial(self._core.pool_failed, self.role, diagnosis))
 
     def _blocks_shutdown(self, diagnosis: Diagnosis) -> bool:
         """Whether the server is shutting down, and waits until the stream has confirmed all WAL."""

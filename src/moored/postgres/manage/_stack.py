@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping
+from typing import Any
+
+import psycopg
 
 from moored.kernel import Backoff, Clock, Condition, Machine, Recorder, StatusMonitor
 
 from .._settings import Settings
 from ..consume import Hub, Integrity, StateStore
 from ..report import CHART, CONDITIONS, Outages, StackEvents, Status
-from ..server import Resolver
+from ..server import Resolver, connect
 from ..stream import ReceivedTotals
 from ._manager_core import ManagerCore
 
@@ -51,3 +55,9 @@ class Stack:
         self.outages = Outages(clock)
         self.resolver = Resolver(timeout=settings.connect_timeout)
         self.totals = ReceivedTotals()
+
+    async def connect(self, timeout: float) -> psycopg.AsyncConnection[Any]:
+        """Open a connection to the server itself, beside the pools, for a few queries."""
+        async with asyncio.timeout(timeout):
+            conninfo = await self.resolver.conninfo(self.settings.replication_url)
+            return await connect(conninfo, application_name=self.settings.application_name)

@@ -90,8 +90,6 @@ class Setup:
         self._settings = settings
         self.findings = Findings()
         self.step = Step.CONNECTED
-        #: How often the server's statement timeout has ended the wait for the lock.
-        self.lock_timeouts = 0
         self._display = 0
         self._publication_exists = False
         self._slot_exists = False
@@ -221,8 +219,8 @@ class Setup:
     def refused(self, sqlstate: str | None, error: Exception) -> None:
         """Take the error of a command that failed; raise it unless the setup can continue."""
         match self.step, sqlstate:
-            case Step.ACQUIRE_LOCK, "57014":  # a statement timeout: request the lock again
-                self.lock_timeouts += 1
+            case Step.ACQUIRE_LOCK, "57014":
+                pass  # a statement timeout: request the lock again
             case Step.CREATE_PUBLICATION, "42501":
                 raise self._no_publication() from error
             # It was created, or dropped, since it was checked.

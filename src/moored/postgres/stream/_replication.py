@@ -16,7 +16,6 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import psycopg
 
@@ -29,7 +28,7 @@ from ..decode import KEEPALIVE, Assembler, Body, Committed, Shelf, read_keepaliv
 from ..server import Setup, Step
 from ._collector import LogCollector
 from ._lag import Lag
-from ._link import ReplicationLink
+from ._link import KEEPALIVES, ReplicationLink
 from ._positions import Positions
 
 __all__ = ["ReceivedTotals", "ReplicationClient"]
@@ -68,22 +67,17 @@ class ReplicationClient:
         settings: Settings,
         hub: LogCollector,
         *,
-        dial_options: dict[str, Any] | None = None,
-        dial_timeout: float = 30.0,
-        shelf: Shelf | None = None,
         clock: Clock,
         report: Callable[[Step], None],
         first_message: Callable[[], None],
         totals: ReceivedTotals,
     ) -> None:
         self._conninfo = conninfo
-        self._dial_options = dial_options or {}
-        self._dial_timeout = dial_timeout
+        self._settings = settings
         self._hub = hub
         self._clock = clock
         self._report = report
         self._first_message = first_message
-        self._shelf = shelf or Shelf()
         self.setup = Setup(settings)
         self._go = asyncio.Event()
         self._status_due = asyncio.Event()
@@ -108,7 +102,10 @@ class ReplicationClient:
         """Connect, set up, wait for `start_streaming()`, stream; until an error or cancellation."""
         self._report(Step.CONNECTED)
         self._link = link = await ReplicationLink.dial(
-            await self._conninfo(), timeout=self._dial_timeout, **self._dial_options
+            await self._conninfo(),
+            timeout=self._settings.connect_timeout,
+            application_name=self._settings.application_name,
+            **KEEPALIVES,
         )
         try:
             await self._set_up(link)
@@ -178,7 +175,7 @@ class ReplicationClient:
             reader.add_done_callback(lambda _: answers.cancel())
 
     async def _read(self, link: ReplicationLink) -> None:
-        hub, shelf = self._hub, self._shelf
+        hub, shelf = self._hub, Shelf(self._settings.state_dir / "spill")
         assembler = Assembler(partial(Body, shelf))
         first = True
         while True:
