@@ -36,8 +36,8 @@ def test_an_expired_deadline_raises_with_the_numbers() -> None:
         deadline.check("the login")
 
 
-@pytest.mark.parametrize("deadline", [Deadline.never(), Deadline.after(None)])
-def test_never(deadline: Deadline) -> None:
+def test_none_is_no_limit() -> None:
+    deadline = Deadline.after(None)
     assert deadline.remaining() == math.inf
     assert deadline.timeout is None
     assert not deadline.expired
@@ -50,22 +50,12 @@ def test_nan_seconds_are_refused() -> None:
         Deadline.after(math.nan)
 
 
-def test_the_earlier_of_two_even_on_different_clocks() -> None:
-    one, other = FakeClock(), FakeClock()
-    other.advance(1000)
-    short, long = Deadline.after(1, other), Deadline.after(2, one)
-    assert short.min(long) is short
-    assert long.min(short) is short
-    assert long.min(Deadline.never()) is long
-    assert Deadline.never().min(long) is long
-
-
 async def test_a_block_that_ends_in_time_is_not_cancelled() -> None:
     deadline = Deadline.after(60)
     async with deadline.enforce("work") as inner:
         assert inner is deadline
         await asyncio.sleep(0)
-    async with Deadline.never().enforce():
+    async with Deadline.after(None).enforce():
         await asyncio.sleep(0)
 
 

@@ -199,7 +199,7 @@ def test_the_key_is_free_before_the_next_start_in_every_schedule() -> None:
             await asyncio.sleep(0)
             for _ in range(200):
                 await asyncio.sleep(0)
-        failures = [node.last_failure for node in root.tree().walk()]
+        failures = [node.last_failure for _, node in root.tree().paths()]
         assert not any("registered" in (failure or "") for failure in failures)
 
     for seed in range(scaled(200, least=8)):

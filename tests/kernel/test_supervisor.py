@@ -602,7 +602,7 @@ async def test_no_task_is_left_and_every_exception_is_retrieved() -> None:
             await asyncio.sleep(0)
             if turn % 10 == 9:
                 gc.collect()
-        assert sum(node.restarts for node in root.tree().walk()) > 20
+        assert sum(node.restarts for _, node in root.tree().paths()) > 20
     gc.collect()
     await asyncio.sleep(0)
     assert complaints == []

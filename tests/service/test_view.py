@@ -75,4 +75,4 @@ def test_a_tree_is_put_in_below_the_node_with_its_path() -> None:
     tree = Tree("moored", "running", 1.0, children=(leaf, Tree("http", "running", 1.0)))
     other = Tree("inner", "running", 1.0, children=(Tree("link", "running", 1.0),))
     whole = grafted(tree, {"moored/manager": other, "moored/nothing": other})
-    assert [node.name for node in whole.walk()] == ["moored", "manager", "link", "http"]
+    assert [node.name for _, node in whole.paths()] == ["moored", "manager", "link", "http"]

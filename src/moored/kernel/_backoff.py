@@ -20,7 +20,7 @@ from typing import Literal
 
 from ._clock import Clock
 from ._errors import BackoffExhausted
-from ._words import counted, duration, refuse
+from ._words import counted, duration, refuse, unmet
 
 __all__ = ["Backoff", "Jitter"]
 
@@ -59,7 +59,16 @@ class Backoff:
         max_attempts: int | None = None,
         clock: Clock | None = None,
     ) -> None:
-        refuse("Backoff", _mistakes(start, max, factor, jitter, max_attempts))
+        known = jitter in ("none", "full", "half") if isinstance(jitter, str) else 0 <= jitter <= 1
+        attempts = max_attempts is None or max_attempts >= 1
+        mistakes = unmet(
+            ("start", start, 0 < start < math.inf, "more than 0 seconds, and finite"),
+            ("max", max, start <= max < math.inf, f"at least {start=} seconds, and finite"),
+            ("factor", factor, 1 <= factor < math.inf, "at least 1, and finite"),
+            ("jitter", jitter, known, "'none', 'full', 'half' or a number from 0 to 1"),
+            ("max_attempts", max_attempts, attempts, "at least 1, or None for no limit"),
+        )
+        refuse("Backoff", mistakes)
         self.start = start
         self.max = max
         self.factor = factor
@@ -136,23 +145,3 @@ class Backoff:
             f"(max_attempts={self.max_attempts}) in {duration(self.retrying_for)}; see the last "
             "failure for the reason, and raise max_attempts if the other side may still recover"
         )
-
-
-def _mistakes(
-    start: float, longest: float, factor: float, jitter: Jitter, max_attempts: int | None
-) -> list[str]:
-    found = []
-    if not 0 < start < math.inf:
-        found.append(f"start={start!r} must be more than 0 seconds, and finite")
-    if not start <= longest < math.inf:
-        found.append(f"max={longest!r} must be at least start={start!r} seconds, and finite")
-    if not 1 <= factor < math.inf:
-        found.append(f"factor={factor!r} must be at least 1, and finite")
-    if isinstance(jitter, str):
-        if jitter not in ("none", "full", "half"):
-            found.append(f"jitter={jitter!r} must be 'none', 'full', 'half' or a number 0 to 1")
-    elif not 0 <= jitter <= 1:
-        found.append(f"jitter={jitter!r} must be between 0 and 1")
-    if max_attempts is not None and max_attempts < 1:
-        found.append(f"max_attempts={max_attempts!r} must be at least 1, or None for no limit")
-    return found

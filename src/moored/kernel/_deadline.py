@@ -16,7 +16,7 @@ __all__ = ["Deadline"]
 class Deadline:
     """A point in time, made once and passed down, so that the steps share the remaining time.
 
-    Make it with `Deadline.after(seconds)` or `Deadline.never()`. It belongs to the clock that was
+    Make it with `Deadline.after(seconds)`. It belongs to the clock that was
     current then; `enforce` works in any loop, because it uses only the remaining time.
     """
 
@@ -36,11 +36,6 @@ class Deadline:
         if math.isnan(seconds):
             raise ValueError("Deadline: seconds=nan is not a duration; use None for no limit")
         return cls(clock.monotonic() + seconds, seconds, clock)
-
-    @classmethod
-    def never(cls) -> Deadline:
-        """Return a deadline that never expires."""
-        return cls(math.inf, math.inf, Clock.system())
 
     def remaining(self) -> float:
         """Return the seconds left: 0.0 if it has expired, infinity without a limit."""
@@ -68,10 +63,6 @@ class Deadline:
         cancellations pass through. If the deadline has expired already, the block is not entered.
         """
         return Enforcement(self, what)
-
-    def min(self, other: Deadline) -> Deadline:
-        """Return the earlier of the two deadlines."""
-        return self if self.remaining() <= other.remaining() else other
 
     def __repr__(self) -> str:
         if self._at == math.inf:

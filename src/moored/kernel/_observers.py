@@ -16,15 +16,17 @@ T = TypeVar("T")
 class Observers(Generic[T]):
     """The callbacks for one kind of event.
 
-    An error of a callback is counted each time and logged the first time. Events that a callback
-    causes are delivered after the current one, so that all callbacks see the same order.
+    An error of a callback is counted each time and logged the first time. `notify` delivers events
+    that a callback causes after the current one, so that all callbacks see the same order;
+    `deliver` calls the callbacks at once, and may be used from any thread.
     """
 
-    __slots__ = ("_broken", "_callbacks", "_notifying", "_of", "_waiting", "errors")
+    __slots__ = ("_broken", "_notifying", "_of", "_waiting", "callbacks", "errors")
 
     def __init__(self, of: str) -> None:
         self._of = of
-        self._callbacks: tuple[Callable[[T], None], ...] = ()
+        #: The callbacks, in the order in which they were added.
+        self.callbacks: tuple[Callable[[T], None], ...] = ()
         self._broken: tuple[Callable[[T], None], ...] = ()
         # A list: there is rarely more than one, and a deque takes 600 bytes for none.
         self._waiting: list[T] = []
@@ -34,17 +36,17 @@ class Observers(Generic[T]):
 
     def add(self, callback: Callable[[T], None]) -> Callable[[], None]:
         """Add a callback; returns a function that removes it."""
-        self._callbacks = (*self._callbacks, callback)
+        self.callbacks = (*self.callbacks, callback)
 
         def remove() -> None:
-            self._callbacks = tuple(other for other in self._callbacks if other is not callback)
+            self.callbacks = tuple(other for other in self.callbacks if other is not callback)
             self._broken = tuple(other for other in self._broken if other != callback)
 
         return remove
 
     def notify(self, event: T) -> None:
         """Call every callback with the event."""
-        if not self._callbacks:
+        if not self.callbacks:
             return
         self._waiting.append(event)
         if self._notifying:
@@ -52,15 +54,13 @@ class Observers(Generic[T]):
         self._notifying = True
         try:
             while self._waiting:
-                self._notify_all(self._waiting.pop(0))
+                self.deliver(self._waiting.pop(0))
         finally:
             self._notifying = False
 
-    def __len__(self) -> int:
-        return len(self._callbacks)
-
-    def _notify_all(self, event: T) -> None:
-        for callback in self._callbacks:
+    def deliver(self, event: T) -> None:
+        """Call every callback with the event, now."""
+        for callback in self.callbacks:
             try:
                 callback(event)
             except Exception as error:

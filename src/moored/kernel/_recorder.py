@@ -9,7 +9,6 @@ refers to its cause by number, so that it does not keep a long chain of causes i
 from __future__ import annotations
 
 import itertools
-import logging
 from asyncio import AbstractEventLoop, _get_running_loop
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -18,11 +17,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ._clock import Clock
 from ._explain import explain
+from ._observers import Observers
 from ._words import causes_of, describe, plain, refuse
 
 __all__ = ["Cause", "Event", "Recorder", "RecorderStatistics", "Sink", "in_words"]
-
-log = logging.getLogger("moored.kernel")
 
 
 class Event(NamedTuple):
@@ -109,9 +107,7 @@ class Recorder:
         self._newest = 0
         self._forgotten = 0
         self._dropped_components = 0
-        self._sinks: tuple[Sink, ...] = ()
-        self._broken_sinks: set[Sink] = set()
-        self._sink_errors = 0
+        self._sinks: Observers[Event] = Observers("a recorder")
 
     def record(
         self,
@@ -163,8 +159,8 @@ class Recorder:
         ring.append(event)
         if len(ring) > self._cut_at:
             del ring[: -self._size]
-        if self._sinks:
-            self._deliver(event)
+        if self._sinks.callbacks:
+            self._sinks.deliver(event)
         return event
 
     def events(self, component: str | None = None, limit: int | None = None) -> list[Event]:
@@ -207,13 +203,7 @@ class Recorder:
 
         An exception of a sink is counted each time and logged the first time.
         """
-        self._sinks = (*self._sinks, sink)
-
-        def unsubscribe() -> None:
-            self._sinks = tuple(other for other in self._sinks if other is not sink)
-            self._broken_sinks.discard(sink)
-
-        return unsubscribe
+        return self._sinks.add(sink)
 
     def statistics(self) -> RecorderStatistics:
         """Return how many events are kept, and how many were dropped."""
@@ -225,8 +215,8 @@ class Recorder:
             dropped=self._newest - kept - self._forgotten,
             components=len(rings),
             dropped_components=self._dropped_components,
-            sinks=len(self._sinks),
-            sink_errors=self._sink_errors,
+            sinks=len(self._sinks.callbacks),
+            sink_errors=self._sinks.errors,
         )
 
     def __repr__(self) -> str:
@@ -256,16 +246,6 @@ class Recorder:
             self._rings.popitem(last=False)
             self._dropped_components += 1
         return ring
-
-    def _deliver(self, event: Event) -> None:
-        for sink in self._sinks:
-            try:
-                sink(event)
-            except Exception as error:
-                self._sink_errors += 1
-                if sink not in self._broken_sinks:
-                    self._broken_sinks.add(sink)
-                    log.error("recorder sink %r failed for %r", sink, event, exc_info=error)
 
 
 def in_words(cause: Cause) -> str:

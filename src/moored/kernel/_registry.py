@@ -163,14 +163,12 @@ class Registry(Generic[K, V]):
         return f"<Registry {self.name}: {len(self)} registered, {len(self._arrivals)} awaited>"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class Via(Generic[K, V]):
     """A handle that finds the current owner of a key at each use."""
 
-    __slots__ = ("key", "registry")
-
-    def __init__(self, registry: Registry[K, V], key: K) -> None:
-        self.registry = registry
-        self.key = key
+    registry: Registry[K, V]
+    key: K
 
     def resolve(self) -> V:
         """Return the current value; raises `NotRegistered` if the key has no live owner."""
@@ -186,14 +184,6 @@ class Via(Generic[K, V]):
                 return await self.registry.wait_for(self.key)
         except TimeoutError:
             raise NotRegistered(self.key) from None
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Via):
-            return NotImplemented
-        return self.registry is other.registry and bool(self.key == other.key)
-
-    def __hash__(self) -> int:
-        return hash((id(self.registry), self.key))
 
     def __repr__(self) -> str:
         state = "registered" if self.key in self.registry else "not registered now"

@@ -45,10 +45,6 @@ class Tree:
         for child in self.children:
             yield from child.paths(path)
 
-    def walk(self) -> Iterator[Tree]:
-        """Return an iterator over every node, parents before their children."""
-        return (node for _, node in self.paths())
-
     def __str__(self) -> str:
         rows = list(self._rows("", ""))
         width = max(len(left) for left, _ in rows)
