@@ -14,14 +14,6 @@ from __future__ import annotations
 
 from moored.kernel import MooredError
 
-__all__ = [
-    "BinariesNotFound",
-    "DataDirectoryInUse",
-    "EmbeddedError",
-    "PortInUse",
-    "VersionMismatch",
-]
-
 
 class EmbeddedError(MooredError):
     """The embedded server cannot start, run or stop; `log` holds the last lines of its log."""

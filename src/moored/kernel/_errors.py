@@ -33,28 +33,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ._rules import Failure
 
-__all__ = [
-    "AlreadyRegistered",
-    "BackoffExhausted",
-    "ConfigError",
-    "DeadlineExceeded",
-    "FlightCancelled",
-    "IllegalMove",
-    "KeyedWorkError",
-    "MooredError",
-    "NotRegistered",
-    "NotRunning",
-    "QueueFull",
-    "RestartIntensityExceeded",
-    "RestartRequested",
-    "StaleGeneration",
-    "StartFailed",
-    "SupervisionError",
-    "WaitTimeout",
-    "WorkCancelled",
-    "WorkerCrashed",
-]
-
 
 class MooredError(Exception):
     """The root of every error that Moored raises on purpose."""

@@ -9,20 +9,6 @@ from typing import Literal, NamedTuple
 from ._ownership import Reason
 from ._words import describe
 
-__all__ = [
-    "AutoShutdown",
-    "AutoShutdownName",
-    "Failure",
-    "Intensity",
-    "Restart",
-    "RestartName",
-    "Strategy",
-    "StrategyName",
-    "affected",
-    "ends_supervisor",
-    "wants_restart",
-]
-
 
 class Strategy(StrEnum):
     """Which siblings are restarted together with a child that failed."""

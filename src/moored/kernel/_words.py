@@ -9,17 +9,6 @@ from typing import Any
 
 from ._secrets import SECRETS
 
-__all__ = [
-    "causes_of",
-    "counted",
-    "describe",
-    "duration",
-    "plain",
-    "refuse",
-    "shorten",
-    "unmet",
-]
-
 #: Characters of an error message.
 MAX_TEXT = 300
 #: Causes of an error.

@@ -10,17 +10,6 @@ import hashlib
 import hmac
 import re
 
-__all__ = [
-    "COOKIE",
-    "LIFETIME",
-    "bearer_of",
-    "issue_session",
-    "name_in_host",
-    "same",
-    "session_holds",
-    "session_of",
-]
-
 COOKIE = "moored_session"
 #: Seconds until a session expires: a working day.
 LIFETIME = 12 * 3600.0

@@ -13,20 +13,6 @@ from pathlib import Path
 
 from moored.kernel import SECRETS, redacted, unescaped_password
 
-__all__ = [
-    "choice",
-    "connection_string",
-    "count",
-    "directory",
-    "host",
-    "host_names",
-    "is_loopback",
-    "port",
-    "seconds",
-    "secret",
-    "stream_id",
-]
-
 _STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
 _URL_SCHEMES = ("postgresql://", "postgres://")
 _QUOTED = re.compile(r'"[^"]*"?')

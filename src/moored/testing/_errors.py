@@ -21,21 +21,6 @@ from __future__ import annotations
 
 from moored.kernel import MooredError
 
-__all__ = [
-    "Deadlock",
-    "HostKilled",
-    "Livelock",
-    "MutantRejected",
-    "MutantSurvived",
-    "SimulationError",
-    "SimulationFailed",
-    "StressFailed",
-    "Stuck",
-    "TimeLimit",
-    "Unretrieved",
-    "Unsimulated",
-]
-
 
 class SimulationError(MooredError):
     """The base class of the errors of simulations and mutants."""
