@@ -21,7 +21,6 @@ is unavailable. The start and the end of such an outage are logged.
 """
 
 from ._client import Leases, connect
-from ._counts import LeaseStatistics
 from ._errors import (
     FenceRejected,
     LeaseError,
@@ -35,6 +34,7 @@ from ._lease import Lease
 from ._memory import MemoryStore
 from ._policy import Policy
 from ._rate import RateLimit
+from ._statistics import LeaseStatistics
 from ._store import Grant, Held, Holder, Request, Store, Taken
 
 __all__ = [  # noqa: RUF022 (grouped by purpose)

@@ -23,7 +23,6 @@ from moored.kernel import (
 )
 
 from . import _connect
-from ._counts import Counts, LeaseStatistics
 from ._errors import LeaseError, StoreUnavailable
 from ._exclusive import Exclusive
 from ._keeper import Keeper, new_id
@@ -31,6 +30,7 @@ from ._lease import Lease
 from ._lease_table import LeaseTable
 from ._policy import OnUnavailable, Policy, check_key, check_ttl
 from ._rate import RateLimit
+from ._statistics import LeaseStatistics
 from ._store import Held, Holder, Request, Store
 from ._store_calls import StoreCalls, StoreKnownDown
 
@@ -115,17 +115,11 @@ class Leases:
         self._name = name
         self._clock = clock or Clock.current()
         self._recorder = recorder or Recorder(clock=self._clock)
-        self._counts = Counts()
         self._table = LeaseTable(self._policy, chance=self._clock.random)
         self._calls = StoreCalls(
-            store,
-            place=self._place,
-            name=name,
-            policy=self._policy,
-            clock=self._clock,
-            recorder=self._recorder,
-            counts=self._counts,
+            store, self._place, name, self._policy, self._clock, self._recorder
         )
+        self._counts = self._calls.counts
         self._keeper = Keeper(self._table, self._calls)
         self._pid = os.getpid()
         self._state = "new"
@@ -275,11 +269,12 @@ class Leases:
 
     def statistics(self) -> LeaseStatistics:
         """Return the state and the counters of this client."""
-        return self._counts.snapshot(
+        return LeaseStatistics(
             held=len(self._table),
             local=len(self._table.local()),
             in_doubt=self._table.doubts,
             available=self._calls.opened and self._calls.health.up,
+            **self._counts,
         )
 
     @property
@@ -311,16 +306,16 @@ class Leases:
             self._keeper.doubt(request, unanswered=True)
             raise
         if grant is None:
-            self._counts.refused += 1
+            self._counts["refused"] += 1
             return None
         self._check_usable(request, sent_at)
-        self._counts.acquired += 1
+        self._counts["acquired"] += 1
         return self._keeper.keep(self._table.granted(request, grant, sent_at))
 
     def _check_usable(self, request: Request, sent_at: float) -> None:
         """Raise if the lease expired before its response arrived, or the client was closed."""
         if self._state != "open":
-            self._counts.left_to_time += 1
+            self._counts["left_to_time"] += 1
             self._check_open()
         took = self._clock.monotonic() - sent_at
         if took >= request.ttl - self._table.margin(request.ttl):
@@ -332,11 +327,10 @@ class Leases:
 
     def _acquire_locally(self, request: Request, error: StoreUnavailable) -> Lease | None:
         if not self._table.has_local_room(request):
-            self._counts.local_refused += 1
+            self._counts["local_refused"] += 1
             return None
-        self._counts.local_granted += 1
-        text = f"granted a local lease of {request.key!r}"
-        self._recorder.record(self._name, text, kind="info", cause=error)
+        self._counts["local_granted"] += 1
+        self._calls.record(f"granted a local lease of {request.key!r}", "info", error)
         # Under a new id: the store may have seen the first one.
         request = self._request(request.key, request.limit, request.ttl, request.holder.owner)
         return self._keeper.keep(self._table.granted_locally(request))

@@ -12,8 +12,7 @@ import contextvars
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Sequence
 
 from moored.kernel import Backoff, Clock, Context, Timers, counted, describe
 
@@ -27,10 +26,7 @@ __all__ = ["Keeper"]
 
 log = logging.getLogger("moored.leases")
 
-T = TypeVar("T")
 
-#: Concurrent renewal calls of one client.
-AT_ONCE = 4
 #: First and longest delay after a failed round, in seconds.
 RETRY = (0.1, 2.0)
 #: Seconds between two exchanges of local leases: all clients start exchanging when the store is
@@ -47,10 +43,6 @@ class Keeper:
         self.clock = calls.clock
         self.counts = calls.counts
         calls.on_recovery = self.recovered
-        self._policy = calls.policy
-        self._name = calls.name
-        self._place = calls.place
-        self._recorder = calls.recorder
         self._leases: dict[Entry, Lease] = {}
         self._wake = asyncio.Event()
         self._sleeps_until = math.inf
@@ -81,7 +73,7 @@ class Keeper:
         """Release a lease in the store, at once or later."""
         self.table.released(entry.id)
         self._leases.pop(entry, None)
-        self.counts.released += 1
+        self.counts["released"] += 1
         if entry.local:
             return
         try:
@@ -110,11 +102,11 @@ class Keeper:
         except Exception as error:
             log.warning(
                 "%s: could not release %s, which will expire in the store: %s",
-                self._place,
+                self.calls.place,
                 counted(self.table.doubts, "lease"),
                 describe(error),
             )
-        self.counts.left_to_time += self.table.doubts
+        self.counts["left_to_time"] += self.table.doubts
 
     # -- deadlines: one timer ------------------------------------------------------------------
 
@@ -137,19 +129,19 @@ class Keeper:
 
         Losing all of them would close what they protect in every process at once.
         """
-        if self.calls.health.up or self._policy.on_unavailable != "local":
+        if self.calls.health.up or self.calls.policy.on_unavailable != "local":
             return list(entries)
         lost: list[Entry] = []
         for entry in entries:
             if entry.request.limit > 1 and self.table.has_local_room(entry.request):
                 self.table.became_local(entry, new_id(self.clock))
-                self.counts.local_granted += 1
+                self.counts["local_granted"] += 1
             else:
                 lost.append(entry)
         if kept := len(entries) - len(lost):
             text = f"{counted(kept, 'lease')} expired in the outage; kept as local leases"
-            log.warning("%s: %s", self._place, text)
-            self._recorder.record(self._name, text, kind="info", cause=self.calls.health.error)
+            log.warning("%s: %s", self.calls.place, text)
+            self.calls.record(text, "info", self.calls.health.error)
         return lost
 
     def _lose(self, entries: Sequence[Entry], reason: LossReason, why: str) -> None:
@@ -161,14 +153,13 @@ class Keeper:
             keys = Counter(repr(entry.request.key) for entry in entries).most_common(3)
             shown = ", ".join(f"{count} of {key}" for key, count in keys)
             lost = counted(len(entries), "lease")
-            log.warning("%s: %s lost (%s): %s", self._place, lost, shown, why)
+            log.warning("%s: %s lost (%s): %s", self.calls.place, lost, shown, why)
 
     def _loss(self, entry: Entry, reason: LossReason, why: str) -> LeaseLost:
-        name = f"lost_{reason}"
-        setattr(self.counts, name, getattr(self.counts, name) + 1)
+        self.counts[f"lost_{reason}"] += 1
         text = f"the lease of {entry.request.key!r} (fence {entry.fence}) is lost: {why}"
         cause = self.calls.health.error if reason == "expired" else None
-        self._recorder.record(self._name, text, kind="failure", cause=cause)
+        self.calls.record(text, "failure", cause)
         return LeaseLost(text, key=entry.request.key, reason=reason)
 
     # -- calls to the store: one task ----------------------------------------------------------
@@ -185,7 +176,7 @@ class Keeper:
             except Exception as error:
                 # Unless a later round succeeds, the leases expire and their holders are notified.
                 self._not_before = self.clock.monotonic() + self._backoff.fail()
-                log.error("%s: leases cannot be renewed: %s", self._place, describe(error))
+                log.error("%s: leases cannot be renewed: %s", self.calls.place, describe(error))
                 ctx.record("leases cannot be renewed", kind="failure", cause=error)
             else:
                 self._backoff.succeed()
@@ -222,7 +213,10 @@ class Keeper:
     async def _round(self) -> None:
         if not self.calls.opened:
             await self.calls.open()
-        await _for_each(self._renew, self.table.due(self.clock.monotonic()))
+        batches = self.table.due(self.clock.monotonic())
+        outcomes = await asyncio.gather(*map(self._renew, batches), return_exceptions=True)
+        if failed := [each for each in outcomes if isinstance(each, BaseException)]:
+            raise failed[0]
         await self._release_doubts()
         await self._exchange()
 
@@ -240,15 +234,15 @@ class Keeper:
         kept = [each for each, alive in zip(ids, answers, strict=True) if alive]
         gone = [each for each, alive in zip(ids, answers, strict=True) if not alive]
         self.table.renewed(kept, sent_at)
-        self.counts.renewed += len(kept)
+        self.counts["renewed"] += len(kept)
         self._lose(self.table.gone(gone), "gone", "the store no longer has it")
         self._arm()
 
     async def _release_doubts(self) -> None:
-        self.counts.left_to_time += self.table.left_to_time(self.clock.monotonic())
+        self.counts["left_to_time"] += self.table.left_to_time(self.clock.monotonic())
         for batch in self.table.to_release(self.clock.monotonic()):
             answers = await self._release(batch)
-            self.counts.undone += sum(answers)
+            self.counts["undone"] += sum(answers)
             for request, ended in zip(batch, answers, strict=True):
                 self.table.undone(request.id, ended, self.clock.monotonic())
 
@@ -276,21 +270,10 @@ class Keeper:
             if self.table.released(request.id) is not None:
                 self._lose([entry], "refused", "the store is back, and the limit is reached")
         elif self.table.exchanged(entry, grant, sent_at):
-            self.counts.exchanged += 1
+            self.counts["exchanged"] += 1
             self._arm()
         else:
             self.doubt(request)
-
-
-async def _for_each(work: Callable[[T], Awaitable[None]], things: Sequence[T]) -> None:
-    """Run `work` on all things, `AT_ONCE` at a time; then raise the first failure, if any."""
-    failures: list[BaseException] = []
-    for start in range(0, len(things), AT_ONCE):
-        group = map(work, things[start : start + AT_ONCE])
-        outcomes = await asyncio.gather(*group, return_exceptions=True)
-        failures += [each for each in outcomes if isinstance(each, BaseException)]
-    if failures:
-        raise failures[0]
 
 
 def new_id(clock: Clock) -> str:

@@ -178,7 +178,7 @@ class Lease(LeaseInfo):
             callback(error)
         except Exception as failure:
             # The remaining callbacks must run.
-            self._keeper.counts.callback_errors += 1
+            self._keeper.counts["callback_errors"] += 1
             log.error("an on_lost callback of %r failed", self.key, exc_info=failure)
 
     async def __aenter__(self) -> Self:

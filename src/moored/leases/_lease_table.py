@@ -240,9 +240,6 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __repr__(self) -> str:
-        return f"<LeaseTable: {len(self)} leases, {len(self._local)} local, {self.doubts} in doubt>"
-
     # -- helpers -------------------------------------------------------------------------------
 
     def _deadline(self, request: Request, sent_at: float) -> float:

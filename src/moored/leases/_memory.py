@@ -15,6 +15,7 @@ from . import _gcra
 from ._store import Grant, Held, Holder, Request, Taken
 from ._time_heap import TimeHeap
 from ._url import parse
+from ._url_parameters import UrlParameters
 
 __all__ = ["MemoryStore", "open_store"]
 
@@ -173,7 +174,8 @@ at_fork(after_in_child=_named.clear)
 
 def open_store(url: str, *, clock: Clock) -> MemoryStore:
     """Return the store of a `memory://` URL."""
-    name = parse(url).check().host
-    if not name:
+    parsed = parse(url)
+    UrlParameters(parsed).done()
+    if not parsed.host:
         return MemoryStore(clock=clock)
-    return _named.setdefault(name, MemoryStore(clock=clock))
+    return _named.setdefault(parsed.host, MemoryStore(clock=clock))

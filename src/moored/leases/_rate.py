@@ -110,11 +110,10 @@ class RateLimit:
         self._clock = calls.clock
         self._counts = calls.counts
         self._local_rate = rate if local_rate is None else local_rate
-        # GCRA states (see `_gcra`): of local tokens in an outage, of all tokens that this process
-        # used, and of the store's limit as far as this process knows it.
+        # GCRA states (see `_gcra`): of local tokens in an outage, and of all tokens that this
+        # process used.
         self._local_full_at: float | None = None
         self._used_full_at: float | None = None
-        self._store_full_at: float | None = None
         self._cache = TokenCache()
         self._wanted = 0
         self._next_at = -math.inf
@@ -154,8 +153,8 @@ class RateLimit:
         now = self._clock.monotonic()
         if self._next_at > now:
             return float(self._cache.count)
-        ahead = max(0.0, (self._store_full_at or now) - now)
-        return self._cache.count + max(0.0, self.store_burst - ahead * self.rate)
+        ahead = max(0.0, (self._used_full_at or now) - now)
+        return max(float(self._cache.count), self.store_burst - ahead * self.rate)
 
     async def _take(self, n: int) -> float:
         try:
@@ -176,13 +175,13 @@ class RateLimit:
     def _spend(self, n: int) -> float | None:
         """Use cached tokens: 0.0 if done, a wait if the store has none, None to call the store."""
         now = self._clock.monotonic()
-        self._counts.tokens_stale += self._cache.drop_stale(now)
+        self._counts["tokens_stale"] += self._cache.drop_stale(now)
         missing = n - self._cache.count
         if missing <= 0:
             if seconds := self._pace(n, now):
                 return seconds
             self._cache.spend(n)
-            self._counts.tokens += n
+            self._counts["tokens"] += n
             return 0.0
         if self._next_at <= now:
             return None
@@ -200,13 +199,6 @@ class RateLimit:
             ),
         )
         self._cache.put(taken.granted, sent_at + self.hold)
-        self._store_full_at, _ = _gcra.take(
-            self._store_full_at,
-            sent_at,
-            rate=self.rate,
-            burst=self.store_burst,
-            tokens=taken.granted,
-        )
         # The store has no token before this time, so it is not called before.
         self._next_at = sent_at + taken.wait if taken.wait else -math.inf
         self._warn_if_slow(self._clock.monotonic() - sent_at)
@@ -232,7 +224,7 @@ class RateLimit:
         if seconds := self._pace(n, now):
             return seconds
         self._local_full_at = full_at
-        self._counts.tokens_local += n
+        self._counts["tokens_local"] += n
         return 0.0
 
     def _pace(self, n: int, now: float) -> float:

@@ -11,11 +11,11 @@ compared. A lease that expired or was released is never revived, even if the lim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-__all__ = ["Grant", "Held", "Holder", "Request", "Store", "Taken"]
+__all__ = ["Grant", "Held", "Holder", "Request", "Store", "Taken", "ended_once"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,16 @@ class Taken(NamedTuple):
     granted: int
     #: Seconds until the next token is free.
     wait: float
+
+
+def ended_once(requests: Iterable[Request], ended: set[tuple[str, str]]) -> list[bool]:
+    """Return whether each lease is in `ended`, as key and id; of one listed twice, only once."""
+    left = set(ended)
+    answers = []
+    for request in requests:
+        answers.append((request.key, request.id) in left)
+        left.discard((request.key, request.id))
+    return answers
 
 
 class Store(Protocol):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from moored.kernel import Backoff, Clock, Recorder, describe, duration
 
-from ._counts import Counts
 from ._errors import StoreMisconfigured, StoreUnavailable
 from ._health import StoreHealth
 from ._policy import Policy
@@ -32,35 +33,28 @@ class StoreKnownDown(StoreUnavailable):
     """The store is known to be down, so the call was not sent."""
 
 
+@dataclass(eq=False)
 class StoreCalls:
     """Calls a store. A call that times out raises `StoreUnavailable`; while the store is down,
     calls fail at once, except for one attempt at a time to find out whether it is back."""
 
-    def __init__(
-        self,
-        store: Store,
-        *,
-        place: str,
-        name: str,
-        policy: Policy,
-        clock: Clock,
-        recorder: Recorder,
-        counts: Counts,
-    ) -> None:
-        self.store = store
-        self.place = place
-        self.name = name
-        self.policy = policy
-        self.clock = clock
-        self.recorder = recorder
-        self.counts = counts
-        #: Called when the store answers again after an outage.
-        self.on_recovery: Callable[[], None] = lambda: None
-        #: Whether the store has been opened.
-        self.opened = False
-        self._misconfigured: StoreMisconfigured | None = None
-        backoff = Backoff(*RETRY, jitter=0.25, clock=clock)
-        self.health = StoreHealth(backoff, policy.timeout)
+    store: Store
+    place: str
+    name: str
+    policy: Policy
+    clock: Clock
+    recorder: Recorder
+    #: By the names of `LeaseStatistics`.
+    counts: Counter[str] = field(default_factory=Counter)
+    #: Called when the store answers again after an outage.
+    on_recovery: Callable[[], None] = lambda: None
+    #: Whether the store has been opened.
+    opened: bool = False
+    _misconfigured: StoreMisconfigured | None = None
+
+    def __post_init__(self) -> None:
+        backoff = Backoff(*RETRY, jitter=0.25, clock=self.clock)
+        self.health = StoreHealth(backoff, self.policy.timeout)
 
     async def open(self, *, timeout: float | None = None) -> None:
         """Open the store."""
@@ -93,10 +87,14 @@ class StoreCalls:
         except Exception as error:
             log.warning("%s: the store could not be closed: %s", self.place, describe(error))
 
+    def record(self, text: str, kind: str, cause: BaseException | None = None) -> None:
+        """Record an event of the client."""
+        self.recorder.record(self.name, text, kind=kind, cause=cause)
+
     async def _call(self, what: str, call: Callable[[], Awaitable[T]], timeout: float) -> T:
         if not self.health.admit(self.clock.monotonic()):
             raise self._still_down()
-        self.counts.store_calls += 1
+        self.counts["store_calls"] += 1
         try:
             async with asyncio.timeout(timeout):
                 result = await call()
@@ -127,16 +125,16 @@ class StoreCalls:
         return error
 
     def _failed(self, error: StoreUnavailable) -> None:
-        self.counts.store_failures += 1
+        self.counts["store_failures"] += 1
         if not self.health.failed(error, self.clock.monotonic()):
             return
-        self.counts.outages += 1
+        self.counts["outages"] += 1
         action = "refusing new leases"
         if self.policy.on_unavailable == "local":
             action = "applying limits within this process only, and refusing exclusive leases"
         log.warning("%s: store unavailable, %s: %s", self.place, action, describe(error))
         text = f"store unavailable; {action}"
-        self.recorder.record(self.name, text, kind="failure", cause=error)
+        self.record(text, "failure", error)
 
     def _worked(self) -> None:
         outage = self.health.worked(self.clock.monotonic())
@@ -144,5 +142,5 @@ class StoreCalls:
             return
         text = f"the store answers again, after {duration(outage)}"
         log.warning("%s: %s", self.place, text)
-        self.recorder.record(self.name, text, kind="state")
+        self.record(text, "state")
         self.on_recovery()

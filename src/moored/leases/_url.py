@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -28,13 +27,6 @@ class StoreUrl:
     password: str | None
     path: str
     parameters: Mapping[str, str]
-
-    def check(self, known: Iterable[str] = ()) -> StoreUrl:
-        """Return this URL; raises `StoreMisconfigured` if it has other parameters than these."""
-        names = sorted(known)
-        if wrong := [name for name in self.parameters if name not in names]:
-            raise StoreMisconfigured(f"{self.text}: {'; '.join(_hint(w, names) for w in wrong)}")
-        return self
 
 
 def parse(url: str) -> StoreUrl:
@@ -71,10 +63,3 @@ def _host(netloc: str) -> str:
     if place.startswith("["):
         return place[1:].partition("]")[0]
     return place.partition(":")[0]
-
-
-def _hint(wrong: str, known: list[str]) -> str:
-    near = difflib.get_close_matches(wrong, known, n=1)
-    if near:
-        return f"unknown parameter {wrong!r}; did you mean {near[0]!r}?"
-    return f"unknown parameter {wrong!r}; known parameters: {', '.join(known) or 'none'}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -17,18 +18,27 @@ _NO = ("0", "no", "false", "off")
 
 
 class UrlParameters:
-    """Reads parameters of a URL; `done()` raises one error that lists all mistakes."""
+    """Reads parameters of a URL; `done()` raises one error that lists all mistakes.
+
+    A parameter that was not read is unknown.
+    """
 
     def __init__(self, url: StoreUrl) -> None:
         self._url = url
         self._mistakes: list[str] = []
+        self._known: set[str] = set()
+
+    def given(self, name: str) -> str | None:
+        """Read a string; None if the URL does not have the parameter."""
+        self._known.add(name)
+        return self._url.parameters.get(name)
 
     def text(self, name: str, default: str) -> str:
         """Read a string that is not empty."""
-        value = self._url.parameters.get(name, default)
-        if not value:
+        value = self.given(name)
+        if value == "":
             self._mistakes.append(f"{name} is empty")
-        return value
+        return value or default
 
     def seconds(self, name: str, default: float) -> float:
         """Read a duration above 0."""
@@ -41,7 +51,7 @@ class UrlParameters:
 
     def flag(self, name: str, default: bool) -> bool:
         """Read a boolean."""
-        value = self._url.parameters.get(name, "").lower()
+        value = (self.given(name) or "").lower()
         if value and value not in (*_YES, *_NO):
             self._mistakes.append(f"{name}={value!r} must be yes or no")
         return value in _YES if value else default
@@ -50,10 +60,21 @@ class UrlParameters:
         """Add a mistake that the caller found."""
         self._mistakes.append(mistake)
 
-    def done(self) -> None:
-        """Raise `StoreMisconfigured` if there were mistakes."""
-        if self._mistakes:
-            raise StoreMisconfigured(f"{self._url.text}: {'; '.join(self._mistakes)}")
+    def done(self, *, others: bool = False) -> None:
+        """Raise `StoreMisconfigured` if there were mistakes, or unknown parameters.
+
+        :param others: whether the driver reads the parameters that were not read here.
+        """
+        unknown = [name for name in self._url.parameters if name not in self._known and not others]
+        if mistakes := [*map(self._hint, unknown), *self._mistakes]:
+            raise StoreMisconfigured(f"{self._url.text}: {'; '.join(mistakes)}")
+
+    def _hint(self, wrong: str) -> str:
+        known = sorted(self._known)
+        near = difflib.get_close_matches(wrong, known, n=1)
+        if near:
+            return f"unknown parameter {wrong!r}; did you mean {near[0]!r}?"
+        return f"unknown parameter {wrong!r}; known parameters: {', '.join(known) or 'none'}"
 
     def _read(
         self,
@@ -63,7 +84,7 @@ class UrlParameters:
         allowed: Callable[[T], bool],
         wanted: str,
     ) -> T:
-        text = self._url.parameters.get(name)
+        text = self.given(name)
         if text is None:
             return default
         try:

@@ -6,57 +6,41 @@ of this module may be shared by threads.
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, Self, TypeVar
+from typing import Any, ParamSpec, Self, TypeVar
 
-from moored.kernel import Clock, LoopThread, Recorder
+from moored.kernel import LoopThread, Recorder
 
 from . import _client, _lease, _rate
-from ._counts import LeaseStatistics
 from ._errors import LeaseError, LeaseLost
-from ._policy import OnUnavailable
+from ._statistics import LeaseStatistics
 from ._store import Held
 
 __all__ = ["SyncLease", "SyncLeases", "SyncRateLimit", "connect"]
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def connect(
-    url: str,
-    *,
-    service_name: str | None = None,
-    owner: str | None = None,
-    on_unavailable: OnUnavailable = "local",
-    local_limit: int | None = None,
-    renew_every: float = 60.0,
-    margin: float | None = None,
-    timeout: float = 5.0,
-    recorder: Recorder | None = None,
-    name: str = "leases",
-) -> SyncLeases:
-    """Return a client of the store at this URL; use it with `with`.
+def _for_threads(make: Callable[P, _client.Leases]) -> Callable[P, SyncLeases]:
+    def connect(*args: P.args, **options: P.kwargs) -> SyncLeases:
+        """Return a client of the store at this URL; use it with `with`.
 
-    The parameters are those of `moored.leases.connect`.
-    """
-    client = _client.connect(
-        url,
-        service_name=service_name,
-        owner=owner,
-        on_unavailable=on_unavailable,
-        local_limit=local_limit,
-        renew_every=renew_every,
-        margin=margin,
-        timeout=timeout,
-        clock=Clock.system(),
-        recorder=recorder,
-        name=name,
-    )
-    return SyncLeases(client)
+        The parameters are those of `moored.leases.connect`.
+        """
+        return SyncLeases(make(*args, **options))
+
+    signature = inspect.signature(make).replace(return_annotation="SyncLeases")
+    connect.__signature__ = signature  # type: ignore[attr-defined]
+    return connect
+
+
+connect = _for_threads(_client.connect)
 
 
 class SyncLeases:

@@ -9,7 +9,6 @@ import pytest
 
 from moored.kernel import Clock
 from moored.leases import StoreMisconfigured
-from moored.leases._dynamodb._config import _KNOWN
 from moored.leases._dynamodb._setup_help import ACTIONS
 from moored.leases.dynamodb import (
     CounterStore,
@@ -109,7 +108,11 @@ def test_the_how_to_page_names_every_permission_and_parameter() -> None:
     text = page.read_text()
     for actions in ACTIONS.values():
         assert [action for action in actions if f"dynamodb:{action}" not in text] == []
-    assert [name for name in _KNOWN if f"| `{name}` |" not in text] == []
+    with pytest.raises(StoreMisconfigured) as wrong:
+        DynamoConfig.from_url("dynamodb://leases?xyzzy=1")
+    known = str(wrong.value).partition("known parameters: ")[2].split(", ")
+    assert "sweep_every" in known
+    assert [name for name in known if f"| `{name}` |" not in text] == []
 
 
 def test_the_policy_names_the_table_and_its_actions() -> None:

@@ -15,16 +15,6 @@ __all__ = ["COUNTER", "SLOTS", "DynamoConfig"]
 SLOTS = "slots"
 COUNTER = "counter"
 
-_KNOWN = (
-    "region",
-    "endpoint_url",
-    "layout",
-    "create",
-    "timeout",
-    "skew",
-    "sweep_every",
-    "connections",
-)
 _TABLE = re.compile(r"[A-Za-z0-9_.-]{3,255}")
 #: The region for a local server, which ignores it.
 _LOCAL_REGION = "us-east-1"
@@ -56,10 +46,9 @@ class DynamoConfig:
     @classmethod
     def from_url(cls, url: str) -> DynamoConfig:
         """Parse a URL; raises one `StoreMisconfigured` that lists all mistakes."""
-        parsed = parse(url).check(_KNOWN)
+        parsed = parse(url)
         settings = UrlParameters(parsed)
-        given = parsed.parameters.get
-        endpoint = given("endpoint_url")
+        endpoint = settings.given("endpoint_url")
         local = endpoint is not None and _is_local(endpoint)
         layout = settings.text("layout", SLOTS)
         if not _TABLE.fullmatch(parsed.host):
@@ -75,12 +64,12 @@ class DynamoConfig:
             settings.wrong(f"endpoint_url={endpoint!r} must be http://HOST:PORT or https://…")
         config = cls(
             table=parsed.host,
-            region=given("region") or (_LOCAL_REGION if local else None),
+            region=settings.given("region") or (_LOCAL_REGION if local else None),
             endpoint_url=endpoint,
             layout=layout,
             create=settings.flag("create", local),
             timeout=settings.seconds("timeout", 5.0),
-            skew=_skew(settings, given("skew")),
+            skew=_skew(settings),
             sweep_every=settings.seconds("sweep_every", 30.0),
             connections=settings.count("connections", 10),
         )
@@ -98,9 +87,9 @@ class DynamoConfig:
         return f"{self.table} at {self.endpoint_url or self.region or 'AWS'}"
 
 
-def _skew(settings: UrlParameters, given: str | None) -> float:
+def _skew(settings: UrlParameters) -> float:
     # 0 is allowed here (a single server), which `seconds` refuses.
-    return 0.0 if given in ("0", "0.0") else settings.seconds("skew", 0.1)
+    return 0.0 if settings.given("skew") in ("0", "0.0") else settings.seconds("skew", 0.1)
 
 
 def _is_web(url: str) -> bool:

@@ -11,15 +11,15 @@ transactions, which cost twice as much and conflict at the counter.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from moored.kernel import Clock, all_of
 
-from .._store import Grant, Held, Request
+from .._store import Grant, Held, Request, ended_once
 from ._config import DynamoConfig
-from ._counter_items import LIVE, add_lease, endpoint_of, ends_ms, id_of, key_of, lease_of
+from ._counter_items import ENDED, LIVE, add_lease, endpoint_of, ends_ms, id_of, key_of, lease_of
 from ._errors import Cancelled, Reason, unavailable
 from ._items import Item, held, millis, number, number_of
 from ._store import DynamoStore
@@ -30,8 +30,6 @@ __all__ = ["CounterStore"]
 
 #: Attempts of one acquire that is refused for its fence, or for an expired lease of its id.
 _ROUNDS = 20
-#: How many keys' fences are remembered.
-_FENCES = 10_000
 
 
 class CounterStore(DynamoStore):
@@ -47,8 +45,6 @@ class CounterStore(DynamoStore):
     ) -> None:
         super().__init__(config, clock=clock, time=time)
         self._sweeper = Sweeper(self._table)
-        # The last fence of each key that this client has seen, to propose a greater one.
-        self._fences: dict[str, int] = {}
 
     async def close(self) -> None:
         """Stop sweeping, and close the connections; leases stay as they are."""
@@ -72,15 +68,8 @@ class CounterStore(DynamoStore):
         """End leases; False for each that was not live."""
         await self._ready()
         requests = [_shared(request) for request in requests]
-        by_key: dict[str, list[str]] = {}
-        for request in requests:
-            by_key.setdefault(request.key, []).append(request.id)
-        ended = {
-            (key, lease)
-            for key, leases in by_key.items()
-            for lease in await self._sweeper.remove(key, leases, condition=LIVE)
-        }
-        return list(_once(requests, ended))
+        leases = [(request.key, request.id) for request in requests]
+        return ended_once(requests, await self._sweeper.remove(leases, LIVE))
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
         """Return the live leases of one key, or of all keys; both scan the whole table."""
@@ -96,8 +85,9 @@ class CounterStore(DynamoStore):
 
     async def _acquire(self, request: Request, lives: int) -> Grant | None:
         request = _shared(request)
+        seen = 0  # the greatest fence of the key, as far as it is known
         for _ in range(_ROUNDS):
-            fence = max(self._fences.get(request.key, 0) + 1, self._time.reached())
+            fence = max(seen + 1, self._time.reached())
             try:
                 await self._add(request, fence)
             except Cancelled as cancelled:
@@ -107,8 +97,8 @@ class CounterStore(DynamoStore):
                         return grant
                 elif not await self._may_retry(request, counter):
                     return None
+                seen = number_of(counter.item or {}, "fence")
             else:
-                self._saw_fence(request.key, fence)
                 return Grant(request.id, fence)
         raise unavailable(
             self.link.config, f"other clients changed {request.key!r} {_ROUNDS} times in a row"
@@ -126,22 +116,15 @@ class CounterStore(DynamoStore):
 
     async def _may_retry(self, request: Request, counter: Reason) -> bool:
         """Whether to try again, after the counter's condition failed."""
-        item = counter.item or {}
-        self._saw_fence(request.key, number_of(item, "fence"))
-        if number_of(item, "active") < request.limit:
+        if number_of(counter.item or {}, "active") < request.limit:
             return True  # only the fence was too small, and a greater one is known now
         return await self._sweeper.sweep_if_due(request.key)
-
-    def _saw_fence(self, key: str, fence: int) -> None:
-        if len(self._fences) >= _FENCES:
-            self._fences.clear()  # a failed condition returns the fence again
-        self._fences[key] = max(fence, self._fences.get(key, 0))
 
     async def _again(self, request: Request, lives: int) -> Grant | None:
         """Renew the existing lease of this id; or delete it and return None if it has expired."""
         item = await self._extend(request, lives)
         if item is None:
-            await self._sweeper.end(request.key, [request.id])
+            await self._sweeper.remove([(request.key, request.id)], ENDED)
             return None
         return Grant(request.id, number_of(item, "fence"))
 
@@ -165,10 +148,3 @@ class CounterStore(DynamoStore):
 def _shared(request: Request) -> Request:
     """Return the request with the key that other programs use."""
     return replace(request, key=endpoint_of(request.key))
-
-
-def _once(requests: Sequence[Request], ended: set[tuple[str, str]]) -> Iterator[bool]:
-    """Yield whether each lease was ended; for one that is listed twice, True once."""
-    for request in requests:
-        yield (request.key, request.id) in ended
-        ended.discard((request.key, request.id))

@@ -99,7 +99,7 @@ class DynamoLink:
         client = await self._connected()
         method: Callable[..., Awaitable[Reply]] = getattr(client, operation)
         self.requests[operation] += 1
-        sent = self.time.monotonic()
+        sent = self.clock.monotonic()
         try:
             reply = await method(**arguments)
         except Exception as error:
@@ -111,7 +111,7 @@ class DynamoLink:
 
     def _observe(self, reply: Reply, sent: float) -> None:
         date = headers_of(reply).get("date")
-        self.time.observe(date, sent=sent, received=self.time.monotonic())
+        self.time.observe(date, sent=sent, received=self.clock.monotonic())
 
     async def _connected(self) -> Any:
         if self._client is None:

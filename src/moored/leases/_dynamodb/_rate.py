@@ -107,10 +107,7 @@ class DynamoRate:
         return number_of(reply["Attributes"], "full_at")
 
     def _remember(self, key: str, full_at: int | None, now: int) -> None:
-        # A limit that is full again refuses nothing, so it need not be remembered.
-        if full_at is None or full_at < now:
-            self._known.pop(key, None)
-        else:
+        if full_at is not None:
             self._known[key] = full_at
         if len(self._known) > _REMEMBERED:
             self._known = {each: at for each, at in self._known.items() if at > now}

@@ -39,7 +39,7 @@ class SlotReader:
 
     def __init__(self, table: DynamoTable) -> None:
         self._table = table
-        self._time = table.link.time
+        self._clock, self._time = table.link.clock, table.link.time
         # Large keys that were found full: for which limit, and until when to assume so.
         self._full: dict[str, tuple[int, float]] = {}
 
@@ -58,7 +58,10 @@ class SlotReader:
                 if view.free or view.mine is not None:
                     return view
                 seen += len(span)
-        self._full[request.key] = request.limit, self._time.monotonic() + seen * FULL_FOR
+        self._full[request.key] = (
+            request.limit,
+            self._clock.monotonic() + seen * FULL_FOR,
+        )
         return SlotView({}, [], None)
 
     async def leases(self, key: str) -> dict[str, int]:
@@ -79,7 +82,7 @@ class SlotReader:
 
     def _assumed_full(self, request: Request) -> bool:
         limit, until = self._full.get(request.key, (0, 0.0))
-        if self._time.monotonic() < until:
+        if self._clock.monotonic() < until:
             return request.limit <= limit
         self.forget_full(request.key)
         return False

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from moored.kernel import Backoff, Child, Context, Supervisor
@@ -38,6 +38,8 @@ __all__ = ["Sweeper", "Swept"]
 
 log = logging.getLogger("moored.leases")
 
+KeyAndId = tuple[str, str]
+
 #: The item with the time of the last regular sweep.
 _LAST_SWEEP = {"pk": text("moored_sweep")}
 #: Leases in one transaction: DynamoDB allows 100 actions, and one is the counter's.
@@ -60,7 +62,7 @@ class Sweeper:
 
     def __init__(self, table: DynamoTable) -> None:
         self._table = table
-        self._time = table.link.time
+        self._clock, self._time = table.link.clock, table.link.time
         self._every = table.config.sweep_every
         self._supervisor: Supervisor | None = None
         self._stopped = False
@@ -78,7 +80,7 @@ class Sweeper:
                 "dynamodb-sweeper",
                 children=[Child("sweep", self._run, backoff=Backoff(1.0, 60.0, jitter="full"))],
                 intensity=None,
-                clock=self._table.link.clock,
+                clock=self._clock,
             )
             await self._supervisor.start()
 
@@ -104,7 +106,7 @@ class Sweeper:
             if self._swept_at != before:
                 return True  # another refused acquire has just swept
             ended = self._next_end.get(key, 0) < self._time.reached()
-            if not ended and self._time.monotonic() - before < self._every:
+            if not ended and self._clock.monotonic() - before < self._every:
                 return False
             swept = await self._sweep()
             return swept.ended + swept.corrected > 0
@@ -119,16 +121,19 @@ class Sweeper:
         # A key may begin with another key and a "#".
         return [item for item in found if key is None or key_of(item) == key]
 
-    async def end(self, key: str, leases: Sequence[str]) -> set[str]:
-        """Delete those of the leases that have expired; returns their ids."""
-        return await self.remove(key, leases, condition=ENDED)
-
-    async def remove(self, key: str, leases: Sequence[str], *, condition: str) -> set[str]:
-        """Delete the leases that meet the condition, and decrement the counter; returns ids."""
-        distinct = list(dict.fromkeys(leases))
-        removed: set[str] = set()
-        for start in range(0, len(distinct), _AT_ONCE):
-            removed |= await self._remove(key, distinct[start : start + _AT_ONCE], condition)
+    async def remove(
+        self, leases: Iterable[tuple[str, str]], condition: str
+    ) -> set[tuple[str, str]]:
+        """Delete the leases that meet the condition, and decrement their counters; both are given
+        and returned as keys and ids."""
+        by_key: dict[str, list[str]] = {}
+        for key, lease in dict.fromkeys(leases):
+            by_key.setdefault(key, []).append(lease)
+        removed: set[KeyAndId] = set()
+        for key, ids in by_key.items():
+            for start in range(0, len(ids), _AT_ONCE):
+                ended = await self._remove(key, ids[start : start + _AT_ONCE], condition)
+                removed.update((key, lease) for lease in ended)
         return removed
 
     async def _remove(self, key: str, leases: list[str], condition: str) -> set[str]:
@@ -157,21 +162,14 @@ class Sweeper:
         now = self._time.reached()
         items = await self._everything()
         leases = [item for item in items if text_of(item, "pk").startswith(LEASE)]
-        ended = await self._end_all([item for item in leases if ends_ms(item) < now])
+        expired = [(key_of(item), id_of(item)) for item in leases if ends_ms(item) < now]
+        ended = await self.remove(expired, ENDED)
         self._note(leases, now)
         corrected = 0
         for key in _disagreeing(items, leases):
             corrected += await self._correct(key)
         self.total = Swept(self.total.ended + len(ended), self.total.corrected + corrected)
         return Swept(len(ended), corrected)
-
-    async def _end_all(self, items: Sequence[Item]) -> set[tuple[str, str]]:
-        by_key: dict[str, list[str]] = {}
-        for item in items:
-            by_key.setdefault(key_of(item), []).append(id_of(item))
-        return {
-            (key, lease) for key, leases in by_key.items() for lease in await self.end(key, leases)
-        }
 
     async def _correct(self, key: str) -> int:
         """Set a counter to the number of its leases; returns 1 if it was wrong, else 0."""
@@ -196,7 +194,7 @@ class Sweeper:
 
     def _note(self, leases: Sequence[Item], now: int) -> None:
         """Remember the earliest expiry of each key."""
-        self._swept_at = self._time.monotonic()
+        self._swept_at = self._clock.monotonic()
         self._next_end = {}
         for item in leases:
             if (ends := ends_ms(item)) >= now:
@@ -224,10 +222,9 @@ class Sweeper:
 
     async def _run(self, context: Context) -> None:
         context.started()
-        random = self._table.link.clock.random
         while True:
             # Spread, so that clients that were started together do not sweep together.
-            await asyncio.sleep(self._every * random.uniform(0.75, 1.25))
+            await asyncio.sleep(self._every * self._clock.random.uniform(0.75, 1.25))
             try:
                 if await self._claim():
                     await self.sweep()

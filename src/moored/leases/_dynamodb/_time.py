@@ -50,10 +50,6 @@ class ServerTime:
         #: Responses that contradicted the bounds: one of the clocks was changed.
         self.corrections = 0
 
-    def monotonic(self) -> float:
-        """Return the monotonic time, for `sent` and `received`."""
-        return self._clock.monotonic()
-
     def observe(self, date: str | None, *, sent: float, received: float) -> None:
         """Narrow the bounds by the date of a response; the other times are monotonic."""
         server = _seconds(date)

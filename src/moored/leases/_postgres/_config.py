@@ -43,7 +43,7 @@ class PostgresConfig:
         schema = settings.text("schema", "moored")
         timeout = settings.seconds("timeout", 5.0)
         connections = settings.count("connections", 2)
-        settings.done()
+        settings.done(others=True)
         libpq = _libpq(url, parsed)
         return cls(
             place=f"{libpq.get('host') or 'localhost'}/{libpq.get('dbname') or ''}",

@@ -118,9 +118,6 @@ class PostgresLink:
         while self._idle:
             await self._idle.pop().close()
 
-    def __repr__(self) -> str:
-        return f"<PostgresLink {self.config.place}, {len(self._idle)} idle>"
-
 
 async def _rows(
     connection: Connection, statements: bytes, parameters: Mapping[str, Any]

@@ -23,7 +23,7 @@ from typing import Any
 from moored.kernel import Clock, Tasks
 
 from .._errors import LeaseError, StoreMisconfigured
-from .._store import Grant, Held, Holder, Request, Taken
+from .._store import Grant, Held, Holder, Request, Taken, ended_once
 from ._config import PostgresConfig
 from ._layout import Layout
 from ._link import PostgresLink, Row
@@ -78,13 +78,7 @@ class PostgresStore:
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         """End leases; False for each that was not live."""
-        done = await self._each(self._sql.release, requests)
-        answers = []
-        for request in requests:
-            answers.append((request.key, request.id) in done)
-            # A lease that is listed twice ends once.
-            done.discard((request.key, request.id))
-        return answers
+        return ended_once(requests, await self._each(self._sql.release, requests))
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
         """Take up to `tokens` from a limit of `rate` per second with this burst."""

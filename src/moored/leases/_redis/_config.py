@@ -16,7 +16,6 @@ from .._url_parameters import UrlParameters
 __all__ = ["RedisConfig"]
 
 _TLS = ("ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs")
-_KNOWN = ("prefix", "timeout", "connections", "cluster", "db", "ssl_check_hostname", *_TLS)
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class RedisConfig:
     @classmethod
     def from_url(cls, url: str) -> RedisConfig:
         """Parse a URL; raises one `StoreMisconfigured` that lists all mistakes."""
-        parsed = parse(url).check(_KNOWN)
+        parsed = parse(url)
         settings = UrlParameters(parsed)
         prefix = settings.text("prefix", "moored")
         if "{" in prefix or "}" in prefix:
@@ -85,15 +84,15 @@ def _place(url: StoreUrl) -> str:
 
 def _dial(url: StoreUrl, settings: UrlParameters) -> dict[str, Any]:
     dial: dict[str, Any] = {"username": url.username or None, "password": url.password}
+    tls = {name: value for name in _TLS if (value := settings.given(name)) is not None}
+    check = settings.flag("ssl_check_hostname", True)
     dial["db"] = settings.count("db", _database(url, settings), least=0)
     if url.scheme == "unix":
         if not url.path:
             settings.wrong("the socket path is missing: write unix:///run/redis.sock")
         return {**dial, "unix_socket_path": url.path}
     dial.update(host=url.host or "localhost", port=url.port or 6379)
-    tls = {name: value for name, value in url.parameters.items() if name in _TLS}
     if url.scheme == "rediss":
-        check = settings.flag("ssl_check_hostname", True)
         return {**dial, **tls, "ssl": True, "ssl_check_hostname": check}
     if tls:
         settings.wrong(f"{', '.join(tls)}: TLS needs rediss://")
