@@ -279,7 +279,7 @@ def test_failing_topology_server_hides_the_token(
             asked = HttpTopology.of(config, attempts=1)
             search.add("repr of the source", asked)
             with failing(search, "topology", TopologyError):
-                asyncio.run(asked.fetch(5.0))
+                asyncio.run(asked.fetch())
             with ConnectionManager(
                 fetch_topology=HttpTopology.of(config, attempts=1), **options_of(source)
             ) as manager:
@@ -287,7 +287,7 @@ def test_failing_topology_server_hides_the_token(
                     manager.get_or_create(config, timeout=0.3)
                 search.add_manager(manager)
         with failing(search, "nobody", TopologyError):
-            asyncio.run(HttpTopology.of(nobody, attempts=1).fetch(5.0))
+            asyncio.run(HttpTopology.of(nobody, attempts=1).fetch())
         server.reply = server.tell
         with ConnectionManager(**options_of(source)) as manager:
             channel = manager.get_or_create(config)

@@ -19,7 +19,7 @@ from moored.kernel import Clock, Recorder, Tasks, Timers, forget_frames, run_cal
 from ._channels import PROBE_TIMEOUT, Channels
 from ._connection_table import ConnectionTable
 from ._core import Actions, ShellAct
-from ._dial import close_unused, reports_too_many_pings, with_rarer_pings
+from ._dial import close_channel, close_unused, reports_too_many_pings, with_rarer_pings
 from ._errors import ConnectFailed
 from ._fork import inside
 from ._grpc_internals import is_connected
@@ -214,7 +214,7 @@ class Background:
     async def _discard(self, channel: Any) -> None:
         """Close an unused channel completely, also if this task is cancelled meanwhile."""
         try:
-            await asyncio.shield(self._tasks.start(self._channels.close(channel)))
+            await asyncio.shield(self._tasks.start(close_channel(channel)))
         except Exception as error:  # the caller must still report the failure to the core
             log.info("closing an unused channel failed: %s", type(error).__name__)
 

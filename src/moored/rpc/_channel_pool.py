@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -107,23 +106,18 @@ class ChannelPool(FourKinds, grpc.Channel):  # type: ignore[misc]
 
     def __init__(self, channels: Sequence[grpc.Channel]) -> None:
         self.lanes = [Lane(channel) for channel in channels]
-        self._watches: dict[Connectivity, list[Connectivity]] = {}
 
     def _method(self, kind: str, *given: Any, **named: Any) -> _PoolMethod:
         made = _PoolStreamMethod if KINDS[kind].streams else _PoolMethod
         return made(self.lanes, kind, given, named)
 
     def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
-        """Add a connectivity callback; the state of the pool is READY if all channels are."""
-        watch = _Watch(callback, len(self.lanes))
-        self._watches[callback] = [partial(watch, number) for number in range(len(self.lanes))]
-        for lane, each in zip(self.lanes, self._watches[callback], strict=True):
-            lane.channel.subscribe(each, try_to_connect)
+        """Add a connectivity callback to the first channel, which stands for all of them."""
+        self.lanes[0].channel.subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Connectivity) -> None:
         """Remove a connectivity callback."""
-        for lane, each in zip(self.lanes, self._watches.pop(callback, ()), strict=False):
-            lane.channel.unsubscribe(each)
+        self.lanes[0].channel.unsubscribe(callback)
 
     def close(self) -> None:
         """Close all channels."""
@@ -135,25 +129,6 @@ class ChannelPool(FourKinds, grpc.Channel):  # type: ignore[misc]
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Watch:
-    """Combines the states that the channels of a pool report, each in a thread of its own."""
-
-    def __init__(self, callback: Connectivity, number: int) -> None:
-        self._callback = callback
-        self._lock = threading.Lock()
-        self._states = [grpc.ChannelConnectivity.IDLE] * number
-        self._last: grpc.ChannelConnectivity | None = None
-
-    def __call__(self, number: int, state: grpc.ChannelConnectivity) -> None:
-        with self._lock:
-            self._states[number] = state
-            now = _worst(self._states)
-            if now is self._last:
-                return
-            self._last = now
-        self._callback(now)
 
 
 class _LaneMethod:

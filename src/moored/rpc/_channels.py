@@ -1,4 +1,4 @@
-"""Wait for, probe and close the channels of either kind: `grpc.Channel` and `grpc.aio.Channel`."""
+"""Wait for and probe the channels of either kind: `grpc.Channel` and `grpc.aio.Channel`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import grpc.aio  # type: ignore[import-untyped]
 from moored.kernel import all_of, awaited, in_thread
 
 from ._channel_pool import lanes_of
-from ._dial import close_channel, ended_call, ready
+from ._dial import ended_call, ready
 from ._errors import ConfigError
 from ._fork import inside
-from ._manager_options import ManagerOptions
 
-__all__ = ["PROBE_TIMEOUT", "AioChannels", "Channels", "ThreadChannels"]
+__all__ = ["PROBE_TIMEOUT", "Channels"]
 
 #: The timeout of a probe, in seconds.
 PROBE_TIMEOUT = 5.0
@@ -35,14 +34,15 @@ _SILENT = (
 
 
 class Channels:
-    """Operations on the channels of one kind."""
+    """Operations on channels.
 
-    #: The name of the kind, and the class of the other kind, which is refused.
-    wanted: str
-    other: type
+    :param kind: the kind of the manager's channels: `grpc.Channel` or `grpc.aio.Channel`.
+    :param probe: checks whether the server answers; by default with `grpc.health.v1`.
+    """
 
-    def __init__(self, policy: ManagerOptions) -> None:
-        self._probe = policy.probe
+    def __init__(self, kind: type, probe: Callable[[Any], Any] | None) -> None:
+        self._kind = kind
+        self._probe = probe
 
     async def ready(self, channel: Any) -> None:
         """Wait until the channel, or each channel of a pool, is connected.
@@ -52,12 +52,14 @@ class Channels:
         await all_of(*(self._ready(lane) for lane in lanes_of(channel)))
 
     async def _ready(self, channel: Any) -> None:
-        if channel is None or isinstance(channel, self.other):
+        threads = self._kind is grpc.Channel
+        if channel is None or isinstance(channel, grpc.aio.Channel if threads else grpc.Channel):
             raise ConfigError(
-                f"handler_factory or the strategy must return a {self.wanted} for this manager, "
+                f"handler_factory or the strategy must return a {'grpc' if threads else 'grpc.aio'}"
+                ".Channel for this manager, "
                 f"not {'None' if channel is None else 'a channel for the other kind of manager'}"
             )
-        if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
+        if isinstance(channel, self._kind):
             await ready(channel)
         elif (wait := getattr(channel, "channel_ready", None)) is not None:
             await wait()
@@ -67,36 +69,13 @@ class Channels:
         return all(await all_of(*(self._answers(lane) for lane in lanes_of(channel))))
 
     async def _answers(self, channel: Any) -> bool:
-        raise NotImplementedError
-
-    async def close(self, channel: Any) -> None:
-        """Close a channel without calls."""
-        if isinstance(channel, (grpc.Channel, grpc.aio.Channel)):
-            await close_channel(channel)
-        else:
-            await awaited(channel.close())
-
-
-class ThreadChannels(Channels):
-    """For `grpc.Channel`s: blocking calls run in threads of their own."""
-
-    wanted, other = "grpc.Channel", grpc.aio.Channel
-
-    async def _answers(self, channel: Any) -> bool:
         if self._probe is None:
             return await _is_serving(channel)
+        if self._kind is grpc.aio.Channel:
+            return bool(await awaited(self._probe(channel)))
+        # A blocking call has a thread of its own.
         call = partial(_inside, self._probe, channel)
         return bool(await in_thread(call, name="moored-rpc-probe"))
-
-
-class AioChannels(Channels):
-    """For `grpc.aio.Channel`s."""
-
-    wanted, other = "grpc.aio.Channel", grpc.Channel
-
-    async def _answers(self, channel: Any) -> bool:
-        outcome = (self._probe or _is_serving)(channel)
-        return bool(await awaited(outcome))
 
 
 def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:

@@ -52,9 +52,6 @@ class Clients(Generic[T]):
     def __len__(self) -> int:
         return len(self._references)
 
-    def __repr__(self) -> str:
-        return f"<Clients: {list(self)!r}>"
-
 
 def refuse_unreferable(client: object) -> None:
     """Raise `ConfigError` for an object that cannot be weakly referenced."""

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import ipaddress
 import os
 import re
 from collections.abc import Mapping
@@ -43,8 +42,9 @@ GLOBAL = "global-cluster"
 _SALT = os.urandom(16)
 _FORBIDDEN = re.compile(r"[\x00-\x20\x7f]")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
-_MARK = re.compile(r"([?#])")
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
+_URI = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)?(.*@)?([^/?#]*)([^?#]*)(.*)", re.DOTALL)
+#: The name of a server, followed by something that is no port.
+_NO_PORT = re.compile(r"^(\[[^\]]*\]|[^:\[/]*(?=:)):?+(?!\d{0,5}(/|$)).*$", re.DOTALL)
 
 #: The names of `options`, and the types that each accepts.
 _OPTIONS: dict[str, tuple[type, ...]] = {
@@ -114,7 +114,8 @@ class ConnectionConfig:
     @property
     def is_global(self) -> bool:
         """Whether the URI names a global cluster, whose primary must be looked up."""
-        return GLOBAL in _without_account(self.uri).lower()
+        _, _, *rest = _parts(self.uri)
+        return GLOBAL in "".join(rest).lower()
 
     @property
     def topology_root(self) -> str:
@@ -123,7 +124,7 @@ class ConnectionConfig:
         It is the part of the path before `global-cluster`. The part after that, or a path without
         it, names a database.
         """
-        root, _ = _around_global(urlsplit(_without_account(self.uri)).path)
+        root, _ = _around_global(_parts(self.uri)[3])
         return "".join(f"/{each}" for each in root)
 
     @property
@@ -168,7 +169,7 @@ def split_uri(uri: str) -> SplitResult:
             f"{redacted(uri)!r} has a space or a control character at {found.start()}: "
             "percent-encode it (a space is %20)"
         )
-    scheme = _scheme(uri)
+    scheme = _parts(uri)[0].removesuffix("://")
     if not scheme:
         raise ConfigError(f"{redacted(uri)!r} has no scheme: write it as in http://{redacted(uri)}")
     if scheme.lower() not in SCHEMES:
@@ -309,45 +310,22 @@ def _frozen(value: Any) -> Any:
     return repr(value)
 
 
-def _scheme(uri: str) -> str:
-    """Return the part before ://, or "" if it is no scheme: it may be part of a password."""
-    scheme, colons, _ = uri.partition("://")
-    return scheme if colons and _SCHEME.fullmatch(scheme) else ""
-
-
-def _without_account(uri: str) -> str:
-    scheme = _scheme(uri)
-    rest = uri.removeprefix(f"{scheme}://") if scheme else uri
-    place, slash, path = rest.partition("/")
-    return f"{scheme}://{place.rpartition('@')[2]}{slash}{path}"
-
-
 def redacted(uri: str) -> str:
     """Return a URI with everything before its last @ hidden: a password may hold any other mark.
 
     A query and a fragment are hidden too, because they may hold a token, and so is an invalid
     port, which may be a password without a host.
     """
-    begin = f"{scheme}://" if (scheme := _scheme(uri)) else ""
-    account, at, place = uri.removeprefix(begin).rpartition("@")
-    place, mark, _ = _MARK.split(place, maxsplit=1) if _MARK.search(place) else (place, "", "")
-    place = _without_password(place)
-    return f"{begin}{HIDDEN if account else ''}{at}{place}{mark}{HIDDEN if mark else ''}"
+    begin, account, server, path, rest = _parts(uri)
+    place = f"{server}{path}"
+    if not place.lower().startswith("unix:"):
+        place = _NO_PORT.sub(rf"\1:{HIDDEN}", place)
+    account = f"{HIDDEN}@" if account else ""
+    return f"{begin}{account}{place}{rest[:1]}{HIDDEN if rest else ''}"
 
 
-def _without_password(place: str) -> str:
-    server, _, _ = place.partition("/")
-    host, mark, port = server.partition("]" if server.startswith("[") else ":")
-    port = port.removeprefix(":")
-    if host.lower() == "unix" or not port or _is_number(port):
-        return place
-    return place if _is_ipv6(server) else f"{host}{mark}{':' * (mark == ']')}{HIDDEN}"
-
-
-def _is_ipv6(server: str) -> bool:
-    """Whether the text is an IPv6 address without brackets, with or without a port."""
-    for text in (server, server.rpartition(":")[0]):
-        with contextlib.suppress(ValueError):
-            ipaddress.IPv6Address(text)
-            return True
-    return False
+def _parts(uri: str) -> tuple[str, ...]:
+    """Return scheme, account, server, path and the rest of a URI, also of an invalid one."""
+    found = _URI.fullmatch(uri)
+    assert found is not None
+    return tuple(each or "" for each in found.groups())

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import HIDDEN, run_callback, start_thread
+from moored.kernel import HIDDEN, awaited, run_callback, start_thread
 
 from ._config import ConnectionConfig
 from ._errors import ConfigError, ConnectFailed
@@ -248,11 +248,11 @@ async def ready(channel: Any) -> None:
 
 
 async def close_channel(channel: Any) -> None:
-    """Close a channel of either kind without blocking the loop."""
-    if _is_aio(channel):
-        await channel.close()
-    else:
+    """Close a channel of either kind, or a user's own object, without blocking the loop."""
+    if isinstance(channel, grpc.Channel):
         await asyncio.to_thread(_close, channel)
+    else:
+        await awaited(channel.close())
 
 
 def _close(channel: grpc.Channel) -> None:

@@ -41,8 +41,6 @@ __all__ = [
 PATIENCE = 0.2
 #: Seconds that a fork waits for locks at least; they are never held for long.
 MOMENT = 0.02
-#: Seconds that a fork waits for calls which did not end before an earlier fork.
-ENDLESS = 0.02
 #: Further seconds for gRPC's threads that watch a channel with connectivity callbacks: they wake up
 #: every 0.2 s.
 WATCHED = 0.05
@@ -171,8 +169,6 @@ def inside() -> Iterator[None]:
 
 def is_busy(live: LiveChannel) -> bool:
     """Whether calls or watchers of this generation are inside gRPC."""
-    if not live.calls:
-        live.endless = False
     return bool(live.calls) or is_watched(live.channel)
 
 

@@ -260,6 +260,11 @@ class Generations:
     def _closed_error(self) -> ManagerClosed:
         return closed(self._address)
 
+    def _joined(self, metadata: Any, added: Any) -> Any:
+        """Return the metadata of a call with those of the credentials."""
+        self._sent.add(added)
+        return (*metadata, *added) if metadata else tuple(added)
+
     def _waiting(self, change: int) -> None:
         self._tell(self._on_waiting, change)
 

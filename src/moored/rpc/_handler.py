@@ -28,7 +28,7 @@ from moored.kernel import LoopThread, start_thread
 
 from ._channel_pool import Connectivity
 from ._errors import ConfigError
-from ._fork import ENDLESS, WATCHED, inside, is_busy, refuse_broken
+from ._fork import WATCHED, inside, is_busy, refuse_broken
 from ._generations import Generations, nothing
 from ._grpc_internals import cut
 from ._live_channel import LiveChannel
@@ -163,20 +163,14 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
                 live.watcher = self._call_ended
 
     def drain(self, timeout: float) -> bool:
-        """Delay new calls, and wait for those in flight; return whether all have ended.
-
-        The wait is shorter for calls that did not end before an earlier fork.
-        """
+        """Delay new calls, and wait for those in flight; return whether all have ended."""
         with self._changed:
             self.shut_gate()
-            endless = any(is_busy(live) and live.endless for live in self._lives())
-            deadline = monotonic() + min(timeout, ENDLESS if endless else timeout)
+            deadline = monotonic() + timeout
             while busy := [live for live in self._lives() if is_busy(live)]:
-                calling = [live for live in busy if live.calls]
+                calling = any(live.calls for live in busy)
                 left = deadline - monotonic() + (0.0 if calling else WATCHED)
                 if left <= 0:
-                    for live in calling:
-                        live.endless = True
                     return False
                 # Poll: a call that the garbage collector ends notifies no one.
                 self._changed.wait(min(left, 0.05))
@@ -278,8 +272,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
             if hasattr(added, "close"):
                 added.close()
             raise ConfigError("credentials that must be awaited are for asyncio only")
-        self._sent.add(added)
-        return (*metadata, *added) if metadata else tuple(added)
+        return self._joined(metadata, added)
 
     # -- generations, under the lock -----------------------------------------------------------
 

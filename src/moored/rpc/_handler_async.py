@@ -59,7 +59,8 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         self._closing = Tasks()
         # Done at the next change, and then replaced.
         self._changed: asyncio.Future[None] = self._loop.create_future()
-        self._deferred = _is_deferred(credentials)
+        # Whether the credentials must be awaited.
+        self._deferred = inspect.iscoroutinefunction(getattr(credentials, "metadata", None))
         super().__init__(live, credentials=credentials, now=now or self._loop.time, **options)
 
     # -- for users -----------------------------------------------------------------------------
@@ -163,9 +164,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         assert self._credentials is not None
         try:
             async with asyncio.timeout(timeout):
-                added = await awaited(self._credentials.metadata())
-                self._sent.add(added)
-                return _joined(metadata, added)
+                return self._joined(metadata, await awaited(self._credentials.metadata()))
         except TimeoutError:
             text = "not sent: the timeout expired before the credentials were available"
             error = AsyncCallUnsent(grpc.StatusCode.DEADLINE_EXCEEDED, text)
@@ -175,9 +174,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
     def _signed(self, metadata: Any) -> Any:
         if self._credentials is None:
             return metadata
-        added = self._credentials.metadata()
-        self._sent.add(added)
-        return _joined(metadata, added)
+        return self._joined(metadata, self._credentials.metadata())
 
     def _counts_out(self, live: LiveChannel, credential: int) -> Callable[[Any], None]:
         """Return the done callback for calls of this generation with these credentials.
@@ -251,14 +248,6 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
             log.exception("closing generation %d to %s failed", live.number, live.address)
         finally:
             self._channel_closed(live)
-
-
-def _is_deferred(credentials: CredentialProvider | None) -> bool:
-    return credentials is not None and inspect.iscoroutinefunction(credentials.metadata)
-
-
-def _joined(metadata: Any, added: Any) -> Any:
-    return (*metadata, *added) if metadata else tuple(added)
 
 
 def _error_of(call: Any) -> grpc.aio.AioRpcError:

@@ -29,8 +29,6 @@ class LiveChannel:
     retired: bool = False
     #: Whether the channel is closed, or is being closed.
     closed: bool = False
-    #: Whether its calls did not end before an earlier fork.
-    endless: bool = False
     #: Called after each call that ends, while the last one is awaited.
     watcher: Callable[[LiveChannel], None] | None = None
     #: The done callback of its `grpc.aio` calls.

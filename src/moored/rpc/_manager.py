@@ -16,12 +16,14 @@ from functools import partial
 from time import monotonic
 from typing import Any, ClassVar, Self
 
+import grpc  # type: ignore[import-untyped]
+
 from moored.kernel import Clock, LoopThread
 
 from . import _fork
 from ._background import Background
 from ._changes import ManagerChanges, Work
-from ._channels import ThreadChannels
+from ._channels import Channels
 from ._clients import Clients, refuse_unreferable
 from ._config import ConnectionConfig
 from ._errors import ConfigError, ManagerClosed, no_config
@@ -67,7 +69,7 @@ class ConnectionManager(ManagerBase[Handler]):
         self._changes = ManagerChanges(self._lock, self._carry_out)
         self._background = Background(
             self._lock,
-            ThreadChannels(self._policy),
+            Channels(grpc.Channel, self._policy.probe),
             policy=self._policy,
             clock=self._clock,
             recorder=self.recorder,

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Self
 
+import grpc.aio  # type: ignore[import-untyped]
+
 from moored.kernel import Clock
 
 from ._background import Background
 from ._changes import Work
-from ._channels import AioChannels
+from ._channels import Channels
 from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._errors import ChannelError, no_config
@@ -51,7 +53,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         self._lock = contextlib.nullcontext()
         self._background = Background(
             self._lock,
-            AioChannels(policy),
+            Channels(grpc.aio.Channel, policy.probe),
             policy=policy,
             clock=self._clock,
             recorder=self.recorder,

@@ -61,7 +61,3 @@ class Refusals:
     def mended(self) -> bool:
         """Whether a refused call may be retried, with newer credentials."""
         return self.number > 0 and not self.refreshing and not self.refused
-
-    def __repr__(self) -> str:
-        state = "refreshing" if self.refreshing else "refused" if self.refused else "in use"
-        return f"<Refusals: credential {self.number}, {state}>"

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self, cast
 
 import pymilvus  # type: ignore[import-untyped]
@@ -17,7 +18,6 @@ from pymilvus.client.types import Status  # type: ignore[import-untyped]
 
 from moored.kernel import LoopThread
 
-from .._config import ConnectionConfig
 from .._errors import ConfigError, ConnectFailed
 from .._handler import Handler
 from .._handler_async import AsyncHandler
@@ -95,34 +95,48 @@ def _as_milvus_errors() -> Iterator[None]:
         raise MilvusConfigError(str(error)) from error
 
 
-# -- threads ---------------------------------------------------------------------------------------
+class _SharedHandler:
+    """What both of PyMilvus's handlers do over a channel that belongs to a manager."""
 
-
-class _GrpcHandler(GrpcHandler):  # type: ignore[misc]
-    def __init__(self, manager: MilvusManager, channel: Handler) -> None:
-        super().__init__(channel=channel, address=channel.address)
+    def __init__(self, manager: Any, channel: Any) -> None:
+        super().__init__(channel=channel, address=channel.address)  # type: ignore[call-arg]
         self._manager = manager
+        self._shared = channel
 
     @property
     def server_address(self) -> str:
         """The address of the current connection."""
-        return str(self._channel.address)
+        return str(self._shared.address)
 
+    async def _may_repeat(self, error: Exception, reason: str) -> bool:
+        """Return True if the primary that refused a write has moved; otherwise raise."""
+        managed = self._manager._table.of(self._shared)
+        if managed is not None and await may_be_repeated(managed, reason):
+            return True
+        raise MilvusException(message=reason) from error
+
+
+def _refusal_of(error: Exception) -> str:
+    """Return why a server refused a write, or ""; raise if the call was not sent."""
+    if isinstance(error, (CallUnsent, AsyncCallUnsent)):
+        raise MilvusUnreachable(str(error.details())) from error
+    return refused_write(error)
+
+
+# -- threads ---------------------------------------------------------------------------------------
+
+
+class _GrpcHandler(_SharedHandler, GrpcHandler):  # type: ignore[misc]
     def close(self) -> None:
         """Do nothing: the channel belongs to the manager."""
 
     def _on_rpc_error(self, error: Exception) -> bool:
         """Return whether PyMilvus may retry a call."""
-        if isinstance(error, CallUnsent):
-            raise MilvusUnreachable(error.details()) from error
-        if reason := refused_write(error):
-            managed = self._manager._table.of(self._channel)
-            if managed is not None and LoopThread.shared().run(may_be_repeated(managed, reason)):
-                return True
-            raise MilvusException(message=reason) from error
+        if reason := _refusal_of(error):
+            return LoopThread.shared().run(self._may_repeat(error, reason))
         # The channel has reported errors of gRPC already, with their generation.
         return isinstance(error, MilvusException) and self._manager.handle_error(
-            self._channel, error
+            self._shared, error
         )
 
 
@@ -168,7 +182,8 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
         config = milvus_config(
             uri, user=user, password=password, db_name=db_name, token=token, **options
         )
-        self._config = _ChosenDatabase(config)
+        # PyMilvus reads and changes the database of a client here.
+        self._config = SimpleNamespace(db_name=config.db_name)
         self._manager = manager or MilvusManager.get_instance()
         with _as_milvus_errors():
             channel = self._manager.get_or_create(config, dedicated, self, timeout)
@@ -200,30 +215,16 @@ class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
 # -- asyncio ---------------------------------------------------------------------------------------
 
 
-class _AsyncGrpcHandler(AsyncGrpcHandler):  # type: ignore[misc]
-    def __init__(self, manager: AsyncMilvusManager, channel: AsyncHandler) -> None:
-        super().__init__(channel=channel, address=channel.address)
-        self._manager = manager
-
-    @property
-    def server_address(self) -> str:
-        """The address of the current connection."""
-        return str(self._async_channel.address)
-
+class _AsyncGrpcHandler(_SharedHandler, AsyncGrpcHandler):  # type: ignore[misc]
     async def close(self) -> None:
         """Do nothing: the channel belongs to the manager."""
 
     async def _on_rpc_error(self, error: Exception) -> bool:
         """Return whether PyMilvus may retry a call."""
-        if isinstance(error, AsyncCallUnsent):
-            raise MilvusUnreachable(str(error.details())) from error
-        if reason := refused_write(error):
-            managed = self._manager._table.of(self._async_channel)
-            if managed is not None and await may_be_repeated(managed, reason):
-                return True
-            raise MilvusException(message=reason) from error
+        if reason := _refusal_of(error):
+            return await self._may_repeat(error, reason)
         return isinstance(error, MilvusException) and await self._manager.handle_error(
-            self._async_channel, error
+            self._shared, error
         )
 
 
@@ -263,15 +264,10 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
         dedicated: bool = False,
         **options: Any,
     ) -> None:
-        self._given = partial(
-            milvus_config,
-            uri,
-            user=user,
-            password=password,
-            db_name=db_name,
-            token=token,
-            **options,
+        self._given = milvus_config(
+            uri, user=user, password=password, db_name=db_name, token=token, **options
         )
+        self._config = SimpleNamespace(db_name=self._given.db_name)
         self._timeout = timeout
         self._dedicated = dedicated
         self._manager: AsyncMilvusManager | None = manager
@@ -281,22 +277,16 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
         self._using: str | None = None
         self.is_self_hosted: bool | None = None
         self._closed = False
-        # Milvus Lite is started at the first use, in a thread: that takes a while.
-        lite = str(uri).endswith(".db")
-        self._parsed: ConnectionConfig | None = None if lite else self._given()
-        self._config = _ChosenDatabase(self._parsed, db_name)
 
     async def _connect(self) -> None:
         async with self._connecting:
             if self._handler is not None:
                 return
-            if self._parsed is None:
-                self._parsed = await asyncio.to_thread(self._given)
             if self._manager is None:
                 self._manager = AsyncMilvusManager.get_instance()
             with _as_milvus_errors():
                 channel = await self._manager.get_or_create(
-                    self._parsed, self._dedicated, self, self._timeout
+                    self._given, self._dedicated, self, self._timeout
                 )
             if (why := _refused(channel)) is not None:
                 await self._manager.release(channel, client=self)
@@ -320,13 +310,6 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
 
 
 # -- both ------------------------------------------------------------------------------------------
-
-
-class _ChosenDatabase:
-    """The database of a client; PyMilvus reads and changes it here."""
-
-    def __init__(self, config: ConnectionConfig | None, db_name: str = "") -> None:
-        self.db_name = db_name if config is None else config.db_name
 
 
 def _refused(channel: Handler | AsyncHandler) -> MilvusRefused | None:
