@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
-from moored.kernel import Clock, Recorder
+from moored.kernel import Clock
 from moored.leases import Lease, LeaseError, Leases, MemoryStore, connect
 
 from ._config import ReservoirConfig
@@ -50,19 +48,13 @@ class RateTimeout(LeaseError, TimeoutError):
     """The rate limit did not allow a connect in time."""
 
 
-class _Key(NamedTuple):
-    loop: asyncio.AbstractEventLoop
-    endpoint: Destination
-    store: object
-
-
 class Budget:
     """The rate limit, the lease client and the connect slots of one endpoint, on one event loop.
 
     `Budget.of` returns the shared instance. Each reservoir enters it while it runs.
     """
 
-    _shared: ClassVar[WeakValueDictionary[_Key, Budget]] = WeakValueDictionary()
+    _shared: ClassVar[WeakValueDictionary[tuple[object, ...], Budget]] = WeakValueDictionary()
     # The rate limit holds for the whole process, on however many loops its pools run.
     _stores: ClassVar[WeakValueDictionary[tuple[Clock, str], MemoryStore]] = WeakValueDictionary()
     # Kept for a while after their last use, so that a recreated pool does not get a new burst.
@@ -77,7 +69,8 @@ class Budget:
         self._users = 0
         self._store: MemoryStore | None = None
         self._opening = asyncio.Lock()
-        self._slots = asyncio.Semaphore(config.max_in_flight)
+        #: One for each connect in progress.
+        self.slots = asyncio.Semaphore(config.max_in_flight)
         if leases is None:
             leases = self._make_leases(user.service)
         self.leases = leases
@@ -90,7 +83,7 @@ class Budget:
     def of(cls, endpoint: Destination, user: Reservoir[Any]) -> Budget:
         """Return the budget of this endpoint on the running loop; create it at first use."""
         config = user.config
-        key = _Key(asyncio.get_running_loop(), endpoint, user.leases or config.lease_url)
+        key = (asyncio.get_running_loop(), endpoint, user.leases or config.lease_url)
         budget = cls._shared.get(key)
         if budget is None:
             budget = cls(endpoint, user)
@@ -106,23 +99,20 @@ class Budget:
         return budget
 
     def _make_leases(self, service: str) -> Leases:
-        options = {"service_name": service, "owner": str(self.endpoint), "clock": self._clock}
+        options: dict[str, Any] = {
+            "service_name": service,
+            "owner": str(self.endpoint),
+            "clock": self._clock,
+            "name": "reservoir.leases",
+        }
         if self.config.lease_url is not None:
-            return connect(self.config.lease_url, name="reservoir.leases", **options)  # type: ignore[arg-type]
+            return connect(self.config.lease_url, **options)
         place = (self._clock, self.endpoint.address)
         store = self._stores.get(place)
         if store is None:
             store = self._stores[place] = MemoryStore(clock=self._clock)
         self._store = store
-        return Leases(
-            store,
-            place="memory",
-            service_name=service,
-            owner=str(self.endpoint),
-            clock=self._clock,
-            recorder=Recorder(clock=self._clock),
-            name="reservoir.leases",
-        )
+        return Leases(store, place="memory", **options)
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -159,12 +149,6 @@ class Budget:
             del self._shared[key]
 
     # -- the steps before a connect, in this order ----------------------------------------------
-
-    @asynccontextmanager
-    async def slot(self) -> AsyncIterator[None]:
-        """Hold one of the slots for connects in progress."""
-        async with self._slots:
-            yield
 
     async def lease(self, config: ReservoirConfig) -> Lease | None:
         """Acquire the lease of one connection; None if leases are off."""

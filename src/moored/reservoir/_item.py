@@ -92,6 +92,4 @@ def holder_name(holder: Any) -> str:
     if isinstance(holder, int):
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         return f'checkout of thread "{names.get(holder, holder)}"'
-    if isinstance(holder, threading.Thread):
-        return f'checkout of thread "{holder.name}"'
     return str(holder)

@@ -10,7 +10,6 @@ await block instead, and `run_sync` runs the coroutine to its end.
 from __future__ import annotations
 
 import logging
-import math
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
@@ -502,12 +501,10 @@ class Pool(Generic[C]):
             core.enqueue(waiter)
         return None
 
-    async def _passes_check(
-        self, item: Item[C], deadline: float = math.inf, *, ping: bool = False
-    ) -> bool:
-        """Whether a connection passes its check (or, with `ping`, a ping); if not, discard it."""
+    async def _passes_check(self, item: Item[C], deadline: float) -> bool:
+        """Whether a connection passes its check, or else a ping; if not, discard it."""
         try:
-            if self._check is not None and not ping:
+            if self._check is not None:
                 await awaited(in_time(self._check(item.conn), PING_TIMEOUT))
             else:
                 driver = self.reservoir.recipe.driver
@@ -520,20 +517,6 @@ class Pool(Generic[C]):
                 raise
             return False
         return True
-
-    async def _check_all(self) -> None:
-        """Ping every ready connection, and replace those that do not answer."""
-        self._check_process()
-        lock, core = self.reservoir.lock, self._core
-        with lock:
-            ready = list(core.ready)
-        for item in ready:
-            with lock:
-                picked = core.pick(item, self._monotonic())
-            if picked and await self._passes_check(item, ping=True):
-                with lock:
-                    waiter = core.put(item, self._monotonic())
-                self.reservoir.carry_out(waiter)
 
     # -- slow path of a return: the connection must be cleaned up ---------------------------------
 

@@ -168,7 +168,8 @@ class AsyncConnectionPool(Pool[C]):
 
     async def check(self) -> None:
         """Ping every ready connection, and replace those that do not answer."""
-        await self._check_all()
+        self._check_process()
+        await self.reservoir.upkeep.ping_all(self._ping_timeout)
 
     async def drain(self) -> None:
         """Replace all connections: ready ones now, those in use when they are returned."""

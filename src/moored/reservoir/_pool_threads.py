@@ -135,7 +135,8 @@ class ConnectionPool(Pool[C]):
 
     def check(self) -> None:
         """Ping every ready connection, and replace those that do not answer."""
-        run_sync(self._check_all())
+        self._check_process()
+        LoopThread.shared().run(self.reservoir.upkeep.ping_all(self._ping_timeout))
 
     def drain(self) -> None:
         """Replace all connections: ready ones now, those in use when they are returned."""

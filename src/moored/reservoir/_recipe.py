@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
+from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict
 
 from moored.kernel import SECRETS, awaited, in_thread, run_callback
 
 from ._asyncpg import AsyncpgDriver
 from ._budget import Destination
-from ._conninfo import resolve
 from ._driver import Connect, Driver, Hooks
 from ._find_driver import driver_of
 from ._psycopg import PsycopgDriver
@@ -165,19 +164,16 @@ def _endpoint_of(
     return Destination(f"{host}:{found.get('port') or 5432}", str(found.get("user") or ""))
 
 
-def _endpoint_in(text: str) -> Destination:
+def _endpoint_in(text: str) -> Destination | None:
     """The endpoint of a URL that libpq does not parse; it names leases, so without a password."""
     try:
         url = urlsplit(text)
-        if url.hostname:
-            port = f":{url.port or 5432}" if url.scheme.startswith("postgres") else ""
-            port = port or (f":{url.port}" if url.port else "")
-            return Destination(f"{url.hostname}{port}", url.username or "")
+        port = url.port or (5432 if url.scheme.startswith("postgres") else None)
     except ValueError:
-        pass  # not a URL
-    if re.search(r"[=@]", text):
-        return Destination(f"endpoint-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
-    return Destination(text)
+        return None
+    if not url.hostname:
+        return None
+    return Destination(f"{url.hostname}:{port}" if port else url.hostname, url.username or "")
 
 
 def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
@@ -193,3 +189,17 @@ def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
         place += f":{found['port']}"
     database = found.get("dbname") or found.get("database")
     return f"{place}/{database}" if database else place
+
+
+def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all connection parameters as libpq does: those given, the environment's, defaults.
+
+    The parameters of a service in a service file are not known; its name stands in for the host.
+    """
+    given = {**conninfo_to_dict(conninfo), **options}
+    given = {name: value for name, value in given.items() if value not in (None, "")}
+    defaults = {
+        one.keyword.decode(): one.val.decode() for one in pq.Conninfo.get_defaults() if one.val
+    }
+    named = {"host": f"service {given['service']}"} if "service" in given else {}
+    return {**defaults, **named, **given}

@@ -407,9 +407,9 @@ class Reservoir(Generic[C]):
 
     def _current(self) -> Any:
         try:
-            return asyncio.current_task() or threading.current_thread()
+            return asyncio.current_task() or threading.get_ident()
         except RuntimeError:
-            return threading.current_thread()
+            return threading.get_ident()
 
     def _forked(self) -> None:
         """Start anew in a forked child; the parent's connections are not even closed."""

@@ -226,7 +226,7 @@ class Upkeep(Generic[C]):
             endpoint = await self._endpoint()
             stage = "lease"
             budget = await self._budget(endpoint)
-            async with budget.slot():
+            async with budget.slots:
                 lease = await budget.lease(self.config)
                 stage = "rate_limit"
                 await budget.turn()
@@ -537,6 +537,16 @@ class Upkeep(Generic[C]):
                 self._tasks.start(self._ping_item(item, patience), name=f"{self.name}-check")
 
         self._on_loop(begin)
+
+    async def ping_all(self, patience: float) -> None:
+        """Ping every ready connection, one after the other, and replace those that fail."""
+        with self._lock:
+            ready = list(self.core.ready)
+        for item in ready:
+            with self._lock:
+                picked = self.core.pick(item, self.clock.monotonic())
+            if picked:
+                await self._ping_item(item, patience)
 
     async def _ping_item(self, item: Item[C], patience: float) -> None:
         waiter: Waiter[C] | None = None

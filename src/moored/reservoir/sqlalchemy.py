@@ -341,14 +341,14 @@ class _Source(ABC, Generic[P]):
         if home._is_clean(item.conn):
             self._give(home, item)
         elif home._owns(item):
-            self._later(home, partial(home.reservoir.discard, item.conn))
+            home.reservoir.upkeep.later(partial(home.reservoir.discard, item.conn))
 
     def discard(self, dbapi_connection: Any) -> None:
         """Close a connection that is broken, or was detached or invalidated."""
         conn = self._dialect.get_driver_connection(dbapi_connection)
         for pool in self._pools:
             if pool.reservoir.pid == os.getpid() and id(conn) in pool.reservoir.core.items:
-                self._later(pool, partial(pool.reservoir.discard, conn))
+                pool.reservoir.upkeep.later(partial(pool.reservoir.discard, conn))
 
     def ping_ready(self) -> None:
         """Ping every ready connection, because one was lost."""
@@ -412,9 +412,9 @@ class _Source(ABC, Generic[P]):
     def _take(self) -> tuple[P, Item[Any]]:
         """Check out a connection of the current pool, after waiting for it if need be."""
 
-    @abstractmethod
     def _adapted(self, conn: Any) -> Any:
         """Wrap a driver's connection as SQLAlchemy needs it."""
+        return conn
 
     @abstractmethod
     def _roll_back(self, dbapi_connection: Any) -> None:
@@ -423,13 +423,6 @@ class _Source(ABC, Generic[P]):
     @abstractmethod
     def _give(self, pool: P, item: Item[Any]) -> None:
         """Return a clean connection to its pool."""
-
-    @abstractmethod
-    def _later(self, pool: P, call: Callable[[], None]) -> None:
-        """Call a function that takes the pool's lock, now or soon on the pool's loop.
-
-        This may run inside the garbage collector: in any thread, which may hold that lock.
-        """
 
     @abstractmethod
     def _close(self, pool: P) -> None:
@@ -456,9 +449,6 @@ class _Threads(_Source[ConnectionPool[Any]]):
                     pool.open()
                 return pool, pool._checkout(pool.timeout)
 
-    def _adapted(self, conn: Any) -> Any:
-        return conn
-
     def _roll_back(self, dbapi_connection: Any) -> None:
         self.pool.reservoir.recipe.driver.rollback(dbapi_connection, PING_TIMEOUT)
 
@@ -474,15 +464,6 @@ class _Threads(_Source[ConnectionPool[Any]]):
             lock.release()
         if waiter is not None or pool._retired:
             pool.reservoir.carry_out(waiter)
-
-    def _later(self, pool: ConnectionPool[Any], call: Callable[[], None]) -> None:
-        lock = pool.reservoir.lock
-        if lock.acquire(timeout=PATIENCE):
-            lock.release()
-            call()
-        else:
-            # This thread holds the lock that the call is about to take.
-            pool.reservoir.upkeep.later(call)
 
     def _close(self, pool: ConnectionPool[Any]) -> None:
         pool.close()
@@ -541,9 +522,6 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
                 pool.reservoir.carry_out(waiter)
         else:
             pool.reservoir.upkeep.later(partial(self._give, pool, item))
-
-    def _later(self, pool: AsyncConnectionPool[Any], call: Callable[[], None]) -> None:
-        pool.reservoir.upkeep.later(call)
 
     def _follow_loop(self) -> None:
         """Replace the pool if its event loop has ended, or belongs to a parent process."""
