@@ -1,0 +1,283 @@
+"""The decisions of a listener: when to dial, what to LISTEN to, and who gets what; no I/O.
+
+::
+
+    waiting/retry ──▶ connecting/dialing ──▶ connecting/probing ──▶ connecting/listening ──▶ up
+         ▲                    │                      │                       │               │
+         └────────────────────┴──────────────────────┴───────────────────────┴───────────────┘
+    waiting/pause: the same, after five failed attempts        off: a pooler, and nothing configured
+
+Attempts come in series of five: at once, and after 0.5, 1, 2 and 4 s; the next series begins after
+8 s. Each delay has a jitter of up to half of it. A connection that was up for a second begins a new
+series when it is lost. Invariants:
+
+- outside of `off`, an attempt or a connection is under way, or `next_attempt` says when it is due;
+- a notification is delivered only if its generation is the current one, and LISTEN was confirmed
+  for its channel;
+- a subscription that was subscribed while a connection was lost gets a `Gap` before the first
+  notification of the next one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from moored.kernel import Backoff, BackoffExhausted, Chart, Clock, Generation, Machine, duration
+
+from ._events import Gap, Notification
+
+__all__ = ["CHART", "ChannelChange", "ListenerCore", "Subscriber", "new_backoff"]
+
+#: The delays between the attempts of a series, and after a series.
+FIRST, LONGEST, SERIES, PAUSE = 0.5, 4.0, 5, 8.0
+#: Seconds after which a connection has proven to work, and its loss begins a new series.
+PROVEN = 1.0
+
+CHART = Chart(
+    phases={
+        "waiting": ("retry", "pause"),
+        "connecting": ("dialing", "probing", "listening"),
+        "up": (),
+        "off": (),
+    },
+    moves={
+        "waiting": "connecting/dialing",
+        "connecting/dialing": "connecting/probing",
+        "connecting/probing": "connecting/listening",
+        "connecting/listening": "up",
+        "connecting": ("waiting/retry", "waiting/pause", "off"),
+        "up": ("waiting/retry", "waiting/pause"),
+    },
+    initial="waiting/retry",
+    words={
+        "retry": "waiting for the next attempt",
+        "pause": "waiting for the next series of attempts",
+        "dialing": "dialling the server",
+        "probing": "checking that notifications arrive",
+        "listening": "listening to the channels",
+        "up": "up",
+        "off": "off",
+    },
+)
+
+
+class Subscriber(Protocol):
+    """A subscription, as the core knows it."""
+
+    channels: frozenset[str]
+    gap: Gap | None
+    #: Notifications that were dropped because the buffer was full.
+    dropped: int
+
+    def offer(self, event: Notification | Gap, clock: Clock) -> None:
+        """Append an event, without waiting."""
+
+    def end(self, error: Exception | None = None) -> None:
+        """End the stream of events."""
+
+
+class ChannelChange(NamedTuple):
+    """The channels to LISTEN and to UNLISTEN now."""
+
+    listen: tuple[str, ...]
+    unlisten: tuple[str, ...]
+
+
+def new_backoff(clock: Clock) -> Backoff:
+    """Return the delays of one series of attempts."""
+    return Backoff(FIRST, LONGEST, jitter="half", max_attempts=SERIES, clock=clock)
+
+
+class ListenerCore:
+    """The state of a listener; a token is the generation of a connection.
+
+    :param always: channels to listen to besides those of the subscribers.
+    """
+
+    def __init__(self, machine: Machine, clock: Clock, always: tuple[str, ...] = ()) -> None:
+        self.machine = machine
+        self.generation = Generation()
+        #: When to dial, in monotonic seconds; None while an attempt or a connection is under way.
+        self.next_attempt: float | None = clock.monotonic()
+        #: The last failure since the listener was up; None while it is up.
+        self.failure: str | None = None
+        #: Whether a connection was ever up.
+        self.was_up = False
+        #: Connections that were up, failed attempts, and series of five that failed.
+        self.connects = self.failures = self.failed_series = 0
+        #: Notifications and gaps delivered; notifications ignored as stale or not listened to.
+        self.delivered = self.gaps = self.ignored = 0
+        self._dropped_before = 0
+        #: When the server was last heard, in seconds since 1970.
+        self.heard_at = clock.wall()
+        self._clock = clock
+        self._backoff = new_backoff(clock)
+        self._always = frozenset(always)
+        self._listened: set[str] = set()
+        self._subscribers: dict[str, dict[Subscriber, None]] = {}
+        self._all: dict[Subscriber, None] = {}
+
+    # -- the connection ------------------------------------------------------------------------
+
+    @property
+    def up(self) -> bool:
+        """Whether the listener is connected and listens to its channels."""
+        return self.machine.phase == "up"
+
+    def dial(self) -> int:
+        """Begin an attempt; return its token."""
+        self.machine.move("connecting/dialing", cause="an attempt is due")
+        self.next_attempt = None
+        return self.generation.next()
+
+    def connected(self, token: int) -> None:
+        """The server has accepted the connection."""
+        self._check(token, "connecting/probing", "the server has accepted the connection")
+        self.heard(token)
+
+    def probed(self, token: int) -> None:
+        """The connection is suitable for LISTEN."""
+        self._check(token, "connecting/listening", "the connection is suitable for LISTEN")
+
+    def went_up(self, token: int) -> None:
+        """Every channel is listened to."""
+        self._check(token, "up", "every channel is listened to")
+        self.connects += 1
+        self.was_up = True
+        self.failure = None
+
+    def heard(self, token: int) -> None:
+        """Bytes of the server have arrived."""
+        if self.generation.is_current(token):
+            self.heard_at = self._clock.wall()
+
+    def lost(self, token: int, reason: str) -> bool:
+        """The attempt or the connection has failed; return whether a series of attempts ended."""
+        self.generation.check(token, "the connection")
+        now = self._clock.monotonic()
+        was_up = self.up
+        if was_up and now - self.machine.since >= PROVEN:
+            self._backoff.succeed()
+            wait, exhausted = 0.0, False
+        else:
+            self.failures += not was_up
+            wait, exhausted = self._next_wait()
+        self.failure = reason
+        self.next_attempt = now + wait
+        self._listened.clear()
+        for each in self._all:
+            each.gap = each.gap or Gap(self.heard_at, reason)
+        self.machine.move(f"waiting/{'pause' if exhausted else 'retry'}", cause=reason)
+        return exhausted
+
+    def turn_off(self, reason: str) -> None:
+        """Stop for good: nothing was configured, and the default does not work."""
+        self.machine.move("off", cause=reason)
+        self.failure = reason
+
+    def _next_wait(self) -> tuple[float, bool]:
+        try:
+            return self._backoff.fail(), False
+        except BackoffExhausted:
+            self.failed_series += 1
+            self._backoff.succeed()
+            return PAUSE + PAUSE / 2 * self._clock.random.random(), True
+
+    def _check(self, token: int, state: str, cause: str) -> None:
+        self.generation.check(token, "the connection")
+        self.machine.move(state, cause=cause)
+
+    # -- channels ------------------------------------------------------------------------------
+
+    def add(self, subscriber: Subscriber) -> None:
+        """Add a subscriber; while the listener is not up, its stream begins with a `Gap`."""
+        self._all[subscriber] = None
+        self._index(subscriber, subscriber.channels)
+        if not self.up and not self.listens_to(subscriber.channels):
+            reason = self.failure or "the listener was not connected yet"
+            subscriber.gap = Gap(self._clock.wall(), reason)
+
+    def remove(self, subscriber: Subscriber) -> None:
+        """Remove a subscriber; harmless if it was removed before."""
+        if self._all.pop(subscriber, self) is None:
+            self._dropped_before += subscriber.dropped
+            self._unindex(subscriber, subscriber.channels)
+
+    def change(self, subscriber: Subscriber, channels: frozenset[str]) -> None:
+        """Replace the channels of a subscriber."""
+        before, subscriber.channels = subscriber.channels, channels
+        if subscriber in self._all:
+            self._index(subscriber, channels - before)
+            self._unindex(subscriber, before - channels)
+            self._report_gaps()
+
+    def _index(self, subscriber: Subscriber, channels: frozenset[str]) -> None:
+        for channel in sorted(channels):
+            self._subscribers.setdefault(channel, {})[subscriber] = None
+
+    def _unindex(self, subscriber: Subscriber, channels: frozenset[str]) -> None:
+        for channel in channels:
+            del self._subscribers[channel][subscriber]
+            if not self._subscribers[channel]:
+                del self._subscribers[channel]
+
+    @property
+    def channels(self) -> list[str]:
+        """The channels of the subscribers, in order."""
+        return sorted(self._subscribers)
+
+    @property
+    def subscribers(self) -> list[Subscriber]:
+        """The subscribers, the oldest first."""
+        return list(self._all)
+
+    @property
+    def dropped(self) -> int:
+        """Notifications that were dropped because a subscriber was slow."""
+        return self._dropped_before + sum(each.dropped for each in self._all)
+
+    def listens_to(self, channels: frozenset[str]) -> bool:
+        """Whether all these channels are listened to."""
+        return channels <= self._listened
+
+    def next_change(self) -> ChannelChange | None:
+        """Return what to LISTEN and UNLISTEN now; None if nothing has to change.
+
+        A channel to UNLISTEN no longer counts as listened to, also if it is subscribed again.
+        """
+        wanted = self._always | self._subscribers.keys()
+        change = ChannelChange(
+            tuple(sorted(wanted - self._listened)), tuple(sorted(self._listened - wanted))
+        )
+        self._listened -= set(change.unlisten)
+        return change if any(change) else None
+
+    def listened(self, token: int, channels: tuple[str, ...]) -> None:
+        """The server has confirmed LISTEN for these channels: report the gaps that have ended."""
+        self.generation.check(token, "the connection")
+        self._listened.update(channels)
+        self._report_gaps()
+
+    def _report_gaps(self) -> None:
+        for each in self._all:
+            if each.gap is not None and each.channels <= self._listened:
+                gap, each.gap = each.gap, None
+                self.gaps += 1
+                each.offer(gap, self._clock)
+
+    def deliver(self, token: int, notification: Notification) -> None:
+        """Pass a notification to its subscribers, unless a `Gap` is due to them first."""
+        channel = notification.channel
+        if not self.generation.is_current(token) or channel not in self._listened:
+            self.ignored += 1
+            return
+        for each in self._subscribers.get(channel, ()):
+            if each.gap is None:
+                self.delivered += 1
+                each.offer(notification, self._clock)
+
+    def __repr__(self) -> str:
+        due = ""
+        if self.next_attempt is not None:
+            due = f", next attempt in {duration(self.next_attempt - self._clock.monotonic())}"
+        return f"<ListenerCore {self.machine.state}, generation {self.generation.current}{due}>"
