@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 __all__ = ["SessionCounts"]
 
 
+@dataclass(slots=True, eq=False)
 class SessionCounts:
     """The event counters of one session, as in `status()`."""
 
-    __slots__ = (
-        "acked",
-        "bounced",
-        "crashes",
-        "not_repeated",
-        "not_sent",
-        "received",
-        "rejected",
-        "repeated",
-        "stale",
-        "unhandled",
-        "unknown",
-    )
-
-    def __init__(self) -> None:
-        self.acked = self.rejected = self.not_sent = self.unknown = 0
-        self.received = self.unhandled = self.stale = self.crashes = 0
-        self.repeated = self.not_repeated = self.bounced = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+    acked: int = 0
+    rejected: int = 0
+    not_sent: int = 0
+    unknown: int = 0
+    received: int = 0
+    unhandled: int = 0
+    stale: int = 0
+    crashes: int = 0
+    repeated: int = 0
+    not_repeated: int = 0
+    bounced: int = 0

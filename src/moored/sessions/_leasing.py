@@ -25,11 +25,9 @@ class Leasing:
     :param name: the prefix of the keys.
     """
 
-    __slots__ = ("_client", "_clock", "_mine", "_name", "_token", "_ttl")
-
     def __init__(self, leases: Leases | str | None, *, name: str, ttl: float, clock: Clock) -> None:
         self._client = leases
-        self._mine = False
+        self._mine = isinstance(leases, str)
         self._name = name
         self._ttl = ttl
         self._clock = clock
@@ -45,7 +43,6 @@ class Leasing:
         """Create and open the client, if a URL was given."""
         if isinstance(self._client, str):
             self._client = connect(self._client, clock=self._clock, recorder=recorder)
-            self._mine = True
             await self._client.open()
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from moored.kernel import KeyedWorkers, QueueFull
@@ -30,17 +31,15 @@ FAILURES = (StepFailed, NotConnected)
 Work = tuple[Parked, int, Awaitable[Any] | None]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Senders:
     """The senders of one session."""
 
-    __slots__ = ("_runtime", "_steps", "_workers", "crashes")
-
-    def __init__(self, runtime: SessionRuntime, steps: Sequence[tuple[str, Step]]) -> None:
-        self._runtime = runtime
-        self._steps = tuple(steps)
-        self._workers: KeyedWorkers[str, Work, None] | None = None
-        #: The number of senders that crashed.
-        self.crashes = 0
+    _runtime: SessionRuntime
+    _steps: Sequence[tuple[str, Step]]
+    _workers: KeyedWorkers[str, Work, None] | None = None
+    #: The number of senders that crashed.
+    crashes: int = 0
 
     def push(self, parked: Parked) -> None:
         """Run the steps of a send, and then relay it."""

@@ -29,7 +29,7 @@ class Sends:
     def __init__(self, runtime: SessionRuntime, steps: Sequence[tuple[str, Step]]) -> None:
         self._runtime = runtime
         self.table = AckTable(self._settled)
-        self.senders = Senders(runtime, steps)
+        self.senders = Senders(runtime, tuple(steps))
         #: Sends that have passed all steps and wait for the link or its window.
         #: (A list, of at most LIMIT: an empty deque takes 600 bytes, and most are empty.)
         self.outbox: list[Parked] = []

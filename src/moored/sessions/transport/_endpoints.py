@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import ssl
 from collections.abc import Callable, Iterable
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -28,43 +29,33 @@ MemoryServer: TypeAlias = Callable[[Transport], Receiver]
 _PORTS = {"ws": 80, "wss": 443}
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Tcp:
-    """A server on a TCP port.
+    """A server on a TCP port."""
 
-    :param host: its name or address; all addresses of a name are tried, IPv6 and IPv4 in turn.
-    :param tls: the context that verifies the server's certificate; None for no TLS.
-    :param server_name: the name that the certificate must have, if it is not the host's.
-    :param starttls: begin without TLS, until the protocol reports `StartTls`; a link that becomes
-        ready before that is closed.
-    """
+    #: Its name or address; all addresses of a name are tried, IPv6 and IPv4 in turn.
+    host: str
+    port: int
+    _: KW_ONLY
+    #: The context that verifies the server's certificate; None for no TLS.
+    tls: ssl.SSLContext | None = None
+    #: The name that the certificate must have, if it is not the host's.
+    server_name: str | None = None
+    #: Begin without TLS, until the protocol reports `StartTls`; a link that becomes ready before
+    #: that is closed.
+    starttls: bool = False
 
-    __slots__ = ("host", "port", "server_name", "starttls", "tls")
-
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        *,
-        tls: ssl.SSLContext | None = None,
-        server_name: str | None = None,
-        starttls: bool = False,
-    ) -> None:
+    def __post_init__(self) -> None:
         wrong = []
-        if not host:
+        if not self.host:
             wrong.append("host is empty")
-        if not 0 < port < 65536:
-            wrong.append(f"port is {port}, and must be from 1 to 65535")
-        if server_name is not None and tls is None:
-            wrong.append("server_name needs TLS: pass tls as well")
-        if starttls and tls is None:
-            wrong.append("starttls needs TLS: pass tls as well")
+        if not 0 < self.port < 65536:
+            wrong.append(f"port is {self.port}, and must be from 1 to 65535")
+        needy = [name for name in ("server_name", "starttls") if getattr(self, name)]
+        if self.tls is None:
+            wrong += [f"{name} needs TLS: pass tls as well" for name in needy]
         if wrong:
             raise ValueError("; ".join(wrong))
-        self.host = host
-        self.starttls = starttls
-        self.port = port
-        self.tls = tls
-        self.server_name = server_name
 
     async def dial(self, receiver: Receiver) -> Transport:
         """Connect; raises `OSError` with the reason."""
@@ -216,18 +207,14 @@ def _parts(url: str, tls: ssl.SSLContext | None) -> SplitResult:
     return parts
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class InMemory:
-    """A server in this process.
+    """A server in this process."""
 
-    :param server: called with the server's end of each connection; returns the receiver for it, or
-        raises `OSError` to refuse the connection.
-    """
-
-    __slots__ = ("_server", "name")
-
-    def __init__(self, server: MemoryServer, *, name: str = "memory") -> None:
-        self._server = server
-        self.name = name
+    # Called with the server's end of each connection; returns the receiver for it, or raises
+    # `OSError` to refuse the connection.
+    _server: MemoryServer
+    name: str = "memory"
 
     async def dial(self, receiver: Receiver) -> Transport:
         """Connect; raises `OSError` if the server refuses."""

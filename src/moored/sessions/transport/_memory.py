@@ -5,56 +5,40 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from contextvars import Context, copy_context
+from dataclasses import dataclass, field
 
 from ._transport import Receiver
 
 __all__ = ["MemoryEnd", "memory_pair"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class MemoryEnd:
     """One end; written bytes reach the other end in a later turn of the loop, in order."""
 
-    __slots__ = (
-        "_context",
-        "_error",
-        "_leaving",
-        "_loop",
-        "_over",
-        "_pending",
-        "_queue",
-        "_scheduled",
-        "peer",
-        "receiver",
-    )
+    _loop: asyncio.AbstractEventLoop
+    _context: Context
+    peer: MemoryEnd = field(init=False)
+    receiver: Receiver | None = None
+    # Written, and not delivered to the other end yet.
+    _queue: deque[bytes] = field(default_factory=deque)
+    #: The number of bytes that are not delivered yet.
+    pending: int = 0
+    _scheduled: bool = False
+    # Closed, aborted or lost: nothing more is written or received.
+    _leaving: bool = False
+    _over: bool = False
+    _error: BaseException | None = None
 
-    peer: MemoryEnd
     keeps_bounds = False
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, context: Context) -> None:
-        self._loop = loop
-        self._context = context
-        self.receiver: Receiver | None = None
-        # Written, and not delivered to the other end yet.
-        self._queue: deque[bytes] = deque()
-        self._pending = 0
-        self._scheduled = False
-        # Closed, aborted or lost: nothing more is written or received.
-        self._leaving = False
-        self._over = False
-        self._error: BaseException | None = None
 
     def write(self, data: bytes) -> None:
         """Send bytes."""
         if self._leaving:
             return
         self._queue.append(data)
-        self._pending += len(data)
+        self.pending += len(data)
         self._schedule()
-
-    @property
-    def pending(self) -> int:
-        """The number of bytes that are not delivered yet."""
-        return self._pending
 
     def close(self) -> None:
         """Deliver the pending bytes, then close both ends."""
@@ -70,7 +54,7 @@ class MemoryEnd:
         self._leaving = True
         self._error = self._error or error
         self._queue.clear()
-        self._pending = 0
+        self.pending = 0
         if self.peer._error is None and not self.peer._leaving:
             self.peer._error = ConnectionResetError("the peer has aborted the connection")
         self._schedule()
@@ -85,7 +69,7 @@ class MemoryEnd:
         peer = self.peer
         while self._queue:
             data = self._queue.popleft()
-            self._pending -= len(data)
+            self.pending -= len(data)
             peer._take(data)
         if self._leaving:
             try:
@@ -105,14 +89,14 @@ class MemoryEnd:
         """Report the end to the receiver, once."""
         self._leaving = self._over = True
         self._queue.clear()
-        self._pending = 0
+        self.pending = 0
         receiver, self.receiver = self.receiver, None
         if receiver is not None:
             receiver.lost(self._error)
 
     def __repr__(self) -> str:
         state = "closed" if self._over else "closing" if self._leaving else "open"
-        return f"<MemoryEnd, {state}, {self._pending} bytes pending>"
+        return f"<MemoryEnd, {state}, {self.pending} bytes pending>"
 
 
 def memory_pair() -> tuple[MemoryEnd, MemoryEnd]:
