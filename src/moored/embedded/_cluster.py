@@ -65,7 +65,7 @@ class Cluster:
             )
         return f"/proc/self/fd/{descriptor}"
 
-    def create(self, lock: OwnedDescriptor, check: Callable[[Guarded], None]) -> None:
+    def create(self, lock: OwnedDescriptor, check: Callable[[Guarded], object]) -> None:
         """Create the data directory under guard; `check` waits for the end of initdb."""
         stage = self.directory.stage()
         try:
@@ -76,7 +76,7 @@ class Cluster:
         if self.options.durable:
             sync_directory(self.directory.path)
 
-    def _fill(self, stage: Path, lock: OwnedDescriptor, check: Callable[[Guarded], None]) -> None:
+    def _fill(self, stage: Path, lock: OwnedDescriptor, check: Callable[[Guarded], object]) -> None:
         self.allow_traversal(stage)
         self.account.own(stage / "data")
         password = self.options.password or secrets.token_urlsafe(24)

@@ -92,7 +92,7 @@ class Launch:
             cluster.allow_traversal(self._directory.path)
         if self._directory.major is None:
             self._notify(f"creating the data directory {self._directory.data} ({binaries})")
-            cluster.create(lock, self._await_end)
+            cluster.create(lock, self._await)
         cluster.check_version()
         cluster.password()
         cluster.configure()
@@ -131,12 +131,8 @@ class Launch:
             on_stopping=self._stopping,
             settle=lambda: None if lock.open else wait_free(self._directory.path, SETTLE),
         )
-        try:
-            self._await_ready(run, where)
-        except BaseException:
-            run.kill()
-            run.wait_ended(SETTLE)
-            raise
+        if self._await(run, lambda: self._ready(run)):
+            raise self._start_error(run, where)
         return run
 
     def _remove_reused_pid_file(self) -> None:
@@ -161,20 +157,21 @@ class Launch:
             _guard.release_memory(str(self._directory.path))
             file.unlink()
 
-    def _await_ready(self, run: Guarded, where: str) -> None:
-        while not self._ready(run):
-            if run.wait_ended(_TICK):
-                raise self._start_error(run, where)
-            self._check_timeout()
+    def _await(self, run: Guarded, ready: Callable[[], bool] = lambda: False) -> bool:
+        """Wait until the program has ended, or is ready; return whether it has ended.
 
-    def _await_end(self, run: Guarded) -> None:
+        A program that is neither in time is killed.
+        """
         try:
-            while not run.wait_ended(_TICK):
+            while not ready():
+                if run.wait_ended(_TICK):
+                    return True
                 self._check_timeout()
         except BaseException:
             run.kill()
             run.wait_ended(SETTLE)
             raise
+        return False
 
     def _check_timeout(self) -> None:
         waited = time.monotonic() - self._began

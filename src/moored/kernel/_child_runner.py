@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ._child import Child, Context, current_context
@@ -21,6 +22,7 @@ from ._tree import Tree
 from ._words import describe
 
 if TYPE_CHECKING:
+    from ._backoff import Backoff
     from ._supervisor import Supervisor
 
 __all__ = ["ChildRunner"]
@@ -31,45 +33,35 @@ log = logging.getLogger("moored.supervisor")
 _abandoned: set[asyncio.Task[None]] = set()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class ChildRunner:
     """One child of a supervisor, through all its starts."""
 
-    __slots__ = (
-        "_context",
-        "_task",
-        "backoff",
-        "child",
-        "generation",
-        "is_temporary",
-        "last_failure",
-        "lock",
-        "name",
-        "path",
-        "restarts",
-        "since",
-        "state",
-        "supervisor",
-        "value",
-        "why",
-    )
+    supervisor: Supervisor
+    child: Child
+    generation: int = 0
+    restarts: int = 0
+    value: Any = None
+    last_failure: str | None = None
+    #: The cause of the next event of this child.
+    why: Event | BaseException | None = None
+    name: str = field(init=False)
+    path: str = field(init=False)
+    is_temporary: bool = field(init=False)
+    backoff: Backoff | None = field(init=False)
+    #: Held by each operation on this child: its own lock, or the one that all siblings share.
+    lock: asyncio.Lock = field(init=False)
+    state: str = field(init=False)
+    since: float = field(init=False)
+    _task: asyncio.Task[None] | None = None
+    _context: Context | None = None
 
-    def __init__(self, supervisor: Supervisor, child: Child) -> None:
-        self.supervisor = supervisor
-        self.child = child
-        self.name = child.name
-        self.is_temporary = child.restart == Restart.TEMPORARY
-        self.path = f"{supervisor.path}/{child.name}"
-        self.backoff = None if child.backoff is None else child.backoff.fresh()
-        #: Held by each operation on this child: its own lock, or the one that all siblings share.
-        self.lock = supervisor._lock or asyncio.Lock()
-        self.generation = 0
-        self.restarts = 0
-        self.value: Any = None
-        self.last_failure: str | None = None
-        #: The cause of the next event of this child.
-        self.why: Event | BaseException | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._context: Context | None = None
+    def __post_init__(self) -> None:
+        self.name = self.child.name
+        self.path = f"{self.supervisor.path}/{self.name}"
+        self.is_temporary = self.child.restart == Restart.TEMPORARY
+        self.backoff = None if self.child.backoff is None else self.child.backoff.fresh()
+        self.lock = self.supervisor._lock or asyncio.Lock()
         self.enter("starting")
 
     def enter(self, state: str) -> None:

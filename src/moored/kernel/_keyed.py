@@ -18,7 +18,6 @@ import asyncio
 from asyncio import CancelledError, Future, Task, get_running_loop
 from collections import deque
 from collections.abc import Awaitable, Callable, Hashable
-from types import TracebackType
 from typing import Generic, TypeVar
 
 from ._errors import KeyedWorkError, QueueFull, WaitTimeout, WorkCancelled, WorkerCrashed
@@ -164,12 +163,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
     async def __aenter__(self) -> KeyedWorkers[K, ItemT, R]:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: object, trace: object) -> None:
         await self.close(timeout=None if kind is None else 0)
 
     def __contains__(self, key: object) -> bool:

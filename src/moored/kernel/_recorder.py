@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ._clock import Clock
 from ._explain import explain
 from ._observers import Observers
-from ._words import causes_of, describe, plain, refuse
+from ._words import causes_of, describe, plain, refuse, unmet
 
 __all__ = ["Cause", "Event", "Recorder", "RecorderStatistics", "Sink", "in_words"]
 
@@ -94,7 +94,8 @@ class Recorder:
     def __init__(
         self, size: int = 256, *, max_components: int = 10_000, clock: Clock | None = None
     ) -> None:
-        refuse("Recorder", _mistakes(size, max_components))
+        checks = [("size", size), ("max_components", max_components)]
+        refuse("Recorder", unmet(*((*check, check[1] >= 1, "at least 1") for check in checks)))
         self._size = size
         self._max_components = max_components
         self._fixed_clock = clock
@@ -261,11 +262,3 @@ def _link(cause: Cause) -> tuple[int | None, str | None, tuple[str, ...]]:
     if isinstance(cause, BaseException):
         return None, None, causes_of(cause)
     return None, None, (cause,)
-
-
-def _mistakes(size: int, max_components: int) -> list[str]:
-    return [
-        f"{name}={value!r} must be at least 1"
-        for name, value in (("size", size), ("max_components", max_components))
-        if value < 1
-    ]

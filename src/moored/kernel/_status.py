@@ -36,23 +36,6 @@ class _Holder(NamedTuple):
     release: Callable[[], None]
 
 
-class _Waiter(Generic[S]):
-    __slots__ = ("future", "predicate")
-
-    def __init__(self, predicate: Callable[[S], bool], future: asyncio.Future[S]) -> None:
-        self.predicate = predicate
-        self.future = future
-
-    def offer(self, status: S) -> None:
-        if self.future.done():
-            return
-        try:
-            if self.predicate(status):
-                self.future.set_result(status)
-        except Exception as error:
-            self.future.set_exception(error)
-
-
 class StatusMonitor(Generic[S]):
     """Tracks named conditions and computes a status from them.
 
@@ -80,7 +63,7 @@ class StatusMonitor(Generic[S]):
         self._view = MappingProxyType(self._conditions)
         self._holders: dict[str, _Holder] = {}
         # A dict, because it is ordered: waiters are woken in the order in which they came.
-        self._waiters: dict[_Waiter[S], None] = {}
+        self._waiters: dict[asyncio.Future[S], Callable[[S], bool]] = {}
         self._observers: Observers[StatusChange[S]] = Observers(f"status {name!r}")
         self._status = status(self._view)
         self._record(_words(self._status), kind="state")
@@ -124,11 +107,11 @@ class StatusMonitor(Generic[S]):
         if predicate(self._status):
             return self._status
         loop = asyncio.get_running_loop()
-        waiter: _Waiter[S] = _Waiter(predicate, loop.create_future())
-        self._waiters[waiter] = None
+        waiter: asyncio.Future[S] = loop.create_future()
+        self._waiters[waiter] = predicate
         timer = None if timeout is None else loop.call_later(timeout, self._expire, waiter, timeout)
         try:
-            return await waiter.future
+            return await waiter
         finally:
             del self._waiters[waiter]
             if timer is not None:
@@ -199,8 +182,8 @@ class StatusMonitor(Generic[S]):
         self._evaluate()
         if self._status != previous:
             self._record(_words(self._status), kind="state", cause=event)
-        for waiter in tuple(self._waiters):
-            waiter.offer(self._status)
+        for waiter, predicate in tuple(self._waiters.items()):
+            self._offer(waiter, predicate)
         self._observers.notify(StatusChange(self._status, previous, new))
 
     def _evaluate(self) -> None:
@@ -208,17 +191,24 @@ class StatusMonitor(Generic[S]):
             self._status = self._function(self._view)
         except Exception as error:
             for waiter in self._waiters:
-                if not waiter.future.done():
-                    waiter.future.set_exception(error)
+                if not waiter.done():
+                    waiter.set_exception(error)
             raise
 
-    def _expire(self, waiter: _Waiter[S], timeout: float) -> None:
-        if not waiter.future.done():
-            waiter.future.set_exception(WaitTimeout(self._too_late(timeout)))
+    def _offer(self, waiter: asyncio.Future[S], predicate: Callable[[S], bool]) -> None:
+        if waiter.done():
+            return
+        try:
+            if predicate(self._status):
+                waiter.set_result(self._status)
+        except Exception as error:
+            waiter.set_exception(error)
 
-    def _too_late(self, timeout: float) -> str:
-        words = f"{self.name} is {_words(self._status)!r} after waiting {timeout:g} s"
-        return f"{words}; {missing(self._conditions.values(), self._now())}"
+    def _expire(self, waiter: asyncio.Future[S], timeout: float) -> None:
+        if not waiter.done():
+            words = f"{self.name} is {_words(self._status)!r} after waiting {timeout:g} s"
+            why = missing(self._conditions.values(), self._now())
+            waiter.set_exception(WaitTimeout(f"{words}; {why}"))
 
     def _record(self, text: str, *, kind: str = "info", cause: Cause | None = None) -> Event | None:
         if self._recorder is None:

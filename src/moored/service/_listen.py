@@ -21,7 +21,10 @@ def listen(host: str, port: int) -> list[socket.socket]:
     for family, address in _addresses(host, port):
         wanted = port or (taken[0].getsockname()[1] if taken else 0)
         try:
-            taken.append(_bound(family, address, wanted))
+            # Without dual stack, so that "localhost" gets a socket for each of its addresses.
+            one = socket.create_server((address, wanted), family=family, backlog=BACKLOG)
+            one.setblocking(False)
+            taken.append(one)
         except OSError as error:
             failures.append(error)
     # A name may have addresses that this machine does not (localhost without IPv6).
@@ -41,22 +44,6 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
             "Choose an address of this machine with --host."
         ) from error
     return list(dict.fromkeys((family, str(address[0])) for family, _, _, _, address in found))
-
-
-def _bound(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    one = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        # Connections of the previous run in TIME_WAIT must not block the port.
-        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        one.bind((address, port))
-        one.listen(BACKLOG)
-        one.setblocking(False)
-    except BaseException:
-        one.close()
-        raise
-    return one
 
 
 def _why(host: str, port: int, error: OSError) -> str:
