@@ -1,7 +1,8 @@
 """Run `initdb` once for each set of options, and copy the result for later servers.
 
 A run of `initdb` takes most of a second of CPU time, a copy a tenth, and the tests start about a
-hundred servers. The copies share one password and one system identifier.
+hundred servers. The copies share one password and one system identifier, except a server that is
+created again in the same directory.
 """
 
 from __future__ import annotations
@@ -32,9 +33,13 @@ def initdb_once() -> Iterator[None]:
     folder = Path(tempfile.mkdtemp(prefix="moored-initdb-"))
     folder.chmod(0o711)
     kinds: dict[tuple[object, ...], Path] = {}
+    made: set[Path] = set()
 
     def quick(cluster: Cluster, data: Path) -> list[str]:
         command = real(cluster, data)
+        if cluster.directory.path in made:
+            return command
+        made.add(cluster.directory.path)
         options = [option for option in command if not option.startswith(("--pgdata", "--pwfile"))]
         place = next(
             option.partition("=")[2] for option in command if option.startswith("--pgdata")

@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -15,7 +16,7 @@ from tools import servers
 from moored.embedded import SyncEmbeddedPostgres
 from moored.embedded._ports import choose_port
 
-__all__ = ["empty_database", "free_port", "require_server"]
+__all__ = ["empty_database", "free_port", "give", "require_server"]
 
 _numbers = itertools.count(1)
 
@@ -23,6 +24,14 @@ _numbers = itertools.count(1)
 def free_port() -> int:
     """Return a free port outside the range of outgoing connections."""
     return choose_port("127.0.0.1")
+
+
+def give(directory: Path, like: Path) -> None:
+    """Give a directory and its contents to the owner of another; only root needs to, and may."""
+    if os.geteuid() == 0:
+        owner = like.stat()
+        for path in (directory, *directory.rglob("*")):
+            os.chown(path, owner.st_uid, owner.st_gid, follow_symlinks=False)
 
 
 def require_server(name: str) -> str:

@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.servers import give
+
 from moored.embedded import EmbeddedPostgres
 from moored.postgres import Changes, Reset
 
@@ -159,11 +161,11 @@ class Cluster:
         await until(lambda: self.ask("select not pg_is_in_recovery()"))
 
     def replace_data(self, copy: Path) -> None:
-        """Replace the data directory of the stopped server by a copy."""
-        shutil.rmtree(self.data)
+        """Replace the data directory of the stopped server by a copy, with the same owner."""
+        old = self.data.rename(self.data.with_name("old"))
         shutil.copytree(copy, self.data)
-        if os.geteuid() == 0:
-            os.chown(self.data, 0, 0)  # root has put it there: the server takes it over
+        give(self.data, like=old)
+        shutil.rmtree(old)
 
     def copy_data(self) -> Path:
         """A copy of the disk; the server must be stopped."""
@@ -242,6 +244,7 @@ async def standby_of(primary: Cluster, slot: str | None = None) -> AsyncIterator
         (path / "server").mkdir(mode=0o711)
         backup = await primary.back_up("--write-recovery-conf")
         shutil.copytree(backup, path / "server" / "data")
+        give(path / "server" / "data", like=primary.data)
         # What the primary waits for, the standby must not.
         made.configure(synchronized_standby_slots="")
         if slot is not None:
