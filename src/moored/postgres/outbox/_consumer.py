@@ -21,7 +21,7 @@ from ._publish import run
 from ._reader import ConsumerReplaced, OutboxEvent, Page, Reader, translated
 from ._wakes import Wakes
 
-__all__ = ["FINAL", "TEMPORARY", "OutboxConsumer"]
+__all__ = ["FINAL", "HELD", "PAGE", "TEMPORARY", "OutboxConsumer", "more_events"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -33,6 +33,8 @@ PAGE = 500
 #: Seconds between two stores of a cursor, and of the cursor of an idle consumer with a filter,
 #: which has passed the events of others meanwhile.
 STORE_EVERY, STORE_IDLE = 0.1, 60.0
+#: Seconds that closing waits until the cursor is stored.
+CLOSE = 3.0
 #: The first and the longest wait for a transaction that holds events back, in seconds.
 HELD = (0.005, 0.25)
 #: The first and the longest wait after an error, in seconds.
@@ -68,10 +70,11 @@ class OutboxConsumer:
         self._queue: deque[OutboxEvent | Reset] = deque()
         # The delivered events, and whether they are acknowledged; without the first ones that are.
         self._open: dict[Cursor, bool] = {}
-        # Everything up to here was read; was acknowledged; and is acknowledged in the database.
+        # Everything up to here was read; was acknowledged; and is stored in the database, of which
+        # nothing is known after a reset: it may have been restored with another cursor.
         self._read: Cursor | None = None
         self._acked: Cursor
-        self._stored: Cursor
+        self._stored: Cursor | None = None
         # Sent when the connection was lost: it may be stored.
         self._unsure: Cursor | None = None
         self._stored_at = 0.0
@@ -121,7 +124,8 @@ class OutboxConsumer:
         if self._read is not None and not self._resetting:
             self._pass_others()
             with suppress(*TEMPORARY):
-                await self._store()
+                async with asyncio.timeout(CLOSE):
+                    await self._store()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -142,8 +146,10 @@ class OutboxConsumer:
         woken = self._wakes.next()
         assert self._read is not None
         try:
-            await self._store()
             page = await self._reader.page(self._read, PAGE, self.channels, self.tenant)
+            reason = page.server.refuses(self._read)
+            if reason is None:
+                await self._store()
         except FINAL:
             raise
         except TEMPORARY as error:
@@ -152,23 +158,19 @@ class OutboxConsumer:
             await asyncio.sleep(self._retry.fail())
             return
         self._retry.succeed()
-        if (reason := page.server.refuses(self._read)) is not None:
+        if reason is not None:
             self._reset(reason, page.server)
         elif not self._take(page):
             if self._due(STORE_IDLE):
                 self._pass_others()
                 await self._try_to_store()
-            # The transaction that holds events back may end without a notification.
-            limit = self._held.fail() if page.server.held else None
-            with suppress(TimeoutError):
-                async with asyncio.timeout(limit):
-                    await woken.wait()
+            await more_events(woken, self._held, page)
 
     def _take(self, page: Page) -> list[OutboxEvent]:
         """Queue the events of a page."""
         for event in page.events:
             event._consumer = self
-        if page.events or not page.server.held:
+        if page.events:
             self._held.succeed()
         self._queue.extend(page.events)
         if page.complete:
@@ -180,6 +182,7 @@ class OutboxConsumer:
     def _reset(self, reason: str, server: Server) -> None:
         log.warning("consumer %r of the outbox is reset: %s", self.name, reason)
         self._open.clear()
+        self._stored = None
         self._read = self._acked = self._first(server)
         self._queue.append(Reset(reason))
 
@@ -229,6 +232,11 @@ class OutboxConsumer:
         """Store the cursor; without a connection, that is done before the next read."""
         try:
             await self._store()
+        except ConsumerReplaced:
+            # The cursor of a restored server is another one, too: then the next read is a reset.
+            server = (await self._reader.page(self._read, 0)).server
+            if self._read is None or server.refuses(self._read) is None:
+                raise
         except FINAL:
             raise
         except TEMPORARY as error:
@@ -242,16 +250,34 @@ class OutboxConsumer:
                 return
             self._stored_at = Clock.current().monotonic()
             try:
-                await self._reader.store(self.name, old, new)
-            except ConsumerReplaced:
-                if self._unsure is None:
-                    raise
-                await self._reader.store(self.name, self._unsure, new)
+                if old is None:
+                    await self._reader.attach(self.name, new, force=True)
+                else:
+                    await self._replace(old, new)
             except TEMPORARY:
                 self._unsure = new
                 raise
             self._stored, self._unsure = new, None
 
+    async def _replace(self, old: Cursor, new: Cursor) -> None:
+        try:
+            await self._reader.store(self.name, old, new)
+        except ConsumerReplaced:
+            if self._unsure is None:
+                raise
+            await self._reader.store(self.name, self._unsure, new)
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._open)} unacknowledged"
         return f"<OutboxConsumer {self.name!r}: {state}>"
+
+
+async def more_events(woken: asyncio.Event, held: Backoff, page: Page) -> None:
+    """Wait until there may be more events than on a page that had none."""
+    if not page.server.held:
+        held.succeed()
+    # The transaction that holds events back may end without a notification.
+    limit = held.fail() if page.server.held else None
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit):
+            await woken.wait()

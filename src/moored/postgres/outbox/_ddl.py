@@ -15,11 +15,18 @@ from typing import LiteralString
 
 from psycopg import sql
 
+from ._publish import check_schema
+
 __all__ = ["VERSION", "capture", "ddl", "grants", "uncapture", "wake_channel"]
 
 #: The version of the tables and functions; install() replaces older functions.
 VERSION = 1
 
+# Several processes may install at the same time.
+_BEGIN = """
+select pg_advisory_xact_lock(hashtextextended({lock}, 0));
+create schema if not exists {schema};
+"""
 _TABLES = """
 create table if not exists {schema}.outbox (
     id bigint generated always as identity,
@@ -100,7 +107,6 @@ create or replace function {schema}.outbox_partitions(
 set search_path = pg_catalog, pg_temp set timezone = 'UTC' set lock_timeout = '500ms' as $$
 declare
     origin constant timestamptz := '2000-01-01';
-    stray constant timestamptz := (select max(at) from {schema}.outbox_default);
     starts timestamptz;
     name text;
     created int := 0;
@@ -112,8 +118,9 @@ begin
     update {schema}.outbox set xid = pg_current_xact_id() where xid > pg_current_xact_id();
     update {schema}.outbox_state set floor_xid = '0', floor_id = 0
     where floor_xid > pg_current_xact_id();
-    select greatest(date_bin(every, now(), origin), date_bin(every, stray, origin) + every,
-        max(ends)) into starts from {schema}.outbox_parts;
+    select greatest(date_bin(every, now(), origin), max(ends),
+        (select date_bin(every, max(at), origin) + every from {schema}.outbox_default))
+    into starts from {schema}.outbox_parts;
     while starts < now() + ahead * every loop
         name := 'outbox_' || to_char(starts, 'YYYYMMDD_HH24MISS');
         execute format('create table {schema}.%I (like {schema}.outbox including defaults '
@@ -219,10 +226,7 @@ def ddl(schema: str = "moored", *, notify: bool = True) -> str:
         takes a lock that the whole server shares.
     """
     trigger: LiteralString = _NOTIFY if notify else _SILENT
-    return _filled(
-        "create schema if not exists {schema};" + _TABLES + _PARTS + _FUNCTIONS + trigger + _FIRST,
-        schema,
-    )
+    return _filled(_BEGIN + _TABLES + _PARTS + _FUNCTIONS + trigger + _FIRST, schema)
 
 
 def grants(role: str, schema: str = "moored") -> str:
@@ -237,9 +241,9 @@ def capture(table: str, channel: str, tenant_column: str | None, schema: str = "
     return _filled(_CAPTURE, schema, table=_table(table), arguments=arguments)
 
 
-def uncapture(table: str, schema: str = "moored") -> str:
+def uncapture(table: str) -> str:
     """Return the statements that end the capture of a table."""
-    return _filled(_UNCAPTURE, schema, table=_table(table))
+    return _filled(_UNCAPTURE, table=_table(table))
 
 
 def wake_channel(schema: str) -> str:
@@ -251,7 +255,8 @@ def _table(name: str) -> sql.Identifier:
     return sql.Identifier(*name.split("."))
 
 
-def _filled(text: LiteralString, schema: str, **parts: sql.Composable) -> str:
+def _filled(text: LiteralString, schema: str = "moored", **parts: sql.Composable) -> str:
+    check_schema(schema)
     return (
         sql.SQL(text)
         .format(

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, Self, TypeVar
 from weakref import WeakSet
 
 import psycopg
+from psycopg import sql
 
 from moored.kernel import (
     SECRETS,
+    Backoff,
     Child,
     Clock,
     Context,
@@ -28,7 +30,7 @@ from moored.reservoir import AsyncConnectionPool
 from .._errors import PostgresError
 from ..consume import Reset
 from . import _ddl
-from ._consumer import TEMPORARY, OutboxConsumer
+from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer, more_events
 from ._cursor import Cursor
 from ._publish import check_schema, publish
 from ._reader import Connections, OutboxEvent, Reader
@@ -139,10 +141,10 @@ class Outbox:
         if self._stack is not None:
             raise PostgresError(f"{self!r} was opened before: create a new one")
         self._stack = AsyncExitStack()
-        self._wakes = Wakes(self._listener, _ddl.wake_channel(self.schema))
-        children = [Child("poll", self._wakes.poll), Child("watch", self._watch)]
+        self.wakes = Wakes(self._listener, _ddl.wake_channel(self.schema))
+        children = [Child("poll", self.wakes.poll), Child("watch", self._watch)]
         if self._listener is not None:
-            children.append(Child("listen", self._wakes.listen))
+            children.append(Child("listen", self.wakes.listen))
         if self.retain is not None:
             children.append(Child("upkeep", self._upkeep))
         if self._own is not None:
@@ -202,7 +204,7 @@ class Outbox:
             raise PostgresError(f"{self!r} is not open: use `async with`")
         refuse("consume()", _filter_mistakes(channels))
         events = OutboxConsumer(
-            self._reader, self._wakes, self.schema, consumer, channels, tenant, start
+            self._reader, self.wakes, self.schema, consumer, channels, tenant, start
         )
         self._consumers.add(events)
         return events
@@ -237,6 +239,41 @@ class Outbox:
             cursor = page.server.oldest()
         return Batch([], str(cursor), Reset(reason))
 
+    async def tail(
+        self, after: str | None = None, *, channels: Sequence[str] = ()
+    ) -> AsyncIterator[Batch]:
+        """Yield the events of all tenants as they can be read, without a stored cursor.
+
+        A batch with a `reset` has no events; the next ones continue with what is published then.
+        An error of the database is raised: call it again with the cursor of the last batch.
+
+        :param after: the cursor to begin after; without one, with the events from now on.
+        """
+        if self._stack is None:
+            raise PostgresError(f"{self!r} is not open: use `async with`")
+        held = Backoff(*HELD)
+        cursor = None if after is None else Cursor.parse(after)
+        if cursor is None:
+            cursor = (await self._reader.page(None, 0)).server.now()
+            yield Batch([], str(cursor), None)
+        while True:
+            woken = self.wakes.next()
+            page = await self._reader.page(cursor, PAGE, channels)
+            if (reason := page.server.refuses(cursor)) is not None:
+                cursor = page.server.now()
+                yield Batch([], str(cursor), Reset(reason))
+                continue
+            cursor = max(cursor, page.server.now()) if page.complete else page.events[-1]._cursor
+            if page.events:
+                held.succeed()
+                yield Batch(page.events, str(cursor), None)
+            else:
+                await more_events(woken, held, page)
+
+    def place(self, cursor: str) -> tuple[int, int]:
+        """Return what cursors are ordered by; raises `ValueError` for one that is not valid."""
+        return Cursor.parse(cursor).place
+
     async def drop_consumer(self, name: str) -> None:
         """Remove the stored cursor of a consumer."""
         await self._reader.run(
@@ -245,13 +282,15 @@ class Outbox:
 
     # -- installation and upkeep ---------------------------------------------------------------
 
-    async def install(self, *, notify: bool = True) -> None:
+    async def install(self, *, notify: bool = True, roles: Sequence[str] = ()) -> None:
         """Create the tables and functions, or bring older ones up to date.
 
         :param notify: whether publishers wake consumers by NOTIFY, which takes a lock of the whole
             server at each commit. Without it, consumers read every second.
+        :param roles: roles that may publish, consume and run the upkeep.
         """
-        await self._reader.run(_ddl.ddl(self.schema, notify=notify))
+        grants = [_ddl.grants(role, self.schema) for role in roles]
+        await self._run_ddl("".join([_ddl.ddl(self.schema, notify=notify), *grants]))
 
     async def capture(
         self, table: str, *, channel: str | None = None, tenant_column: str | None = None
@@ -261,11 +300,14 @@ class Outbox:
         :param channel: the events' channel; by default the table's name as it was given.
         :param tenant_column: the column that holds the events' tenant.
         """
-        await self._reader.run(_ddl.capture(table, channel or table, tenant_column, self.schema))
+        await self._run_ddl(_ddl.capture(table, channel or table, tenant_column, self.schema))
 
     async def uncapture(self, table: str) -> None:
         """Remove the triggers of `capture()`."""
-        await self._reader.run(_ddl.uncapture(table))
+        await self._run_ddl(_ddl.uncapture(table))
+
+    async def _run_ddl(self, text: str) -> None:
+        await self._reader.run(sql.SQL(text))
 
     async def upkeep(self) -> Upkeep:
         """Create the partitions of the next periods, and drop those beyond the retention.
@@ -284,6 +326,11 @@ class Outbox:
         """Query the size, the age, what holds delivery back, and how far consumers are behind."""
         self.last_status = await read_status(self._reader, show_queries=self._show_queries)
         return self.last_status
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `open()` was called."""
+        return self._stack is not None
 
     def tree(self) -> Tree:
         """Return the supervision tree."""

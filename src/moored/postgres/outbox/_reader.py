@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Protocol
 
 import psycopg
 from psycopg import AsyncClientCursor, sql
@@ -193,9 +193,9 @@ class Reader:
         """Store a consumer's cursor; raise `ConsumerReplaced` if it is not the old one."""
         await self.run(_STORE, name=name, old=str(old), new=str(new))
 
-    async def run(self, query: Any, **values: Any) -> list[Any]:
+    async def run(self, query: LiteralString | sql.SQL, **values: Any) -> list[Any]:
         """Run statements on a connection of the pool; return the rows of the last one."""
-        text = sql.SQL(query).format(schema=self._schema)
+        text = query if isinstance(query, sql.SQL) else sql.SQL(query).format(schema=self._schema)
         try:
             async with (
                 self._connections.connection() as conn,

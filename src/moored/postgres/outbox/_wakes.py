@@ -61,17 +61,19 @@ class Wakes:
     async def listen(self, ctx: Context) -> None:
         """Wake the consumers at each notification, until the subscription ends."""
         ctx.started()
+        level = logging.WARNING
         while self._source is not None:
             try:
                 async with self._source.subscribe(self._channel) as events:
-                    self._subscribed = True
+                    self._subscribed, level = True, logging.WARNING
                     # A notification before the subscription is lost.
                     self.wake()
                     async for _ in events:
                         self.notified += 1
                         self.wake()
             except Exception as error:
-                log.warning("the outbox is polled, it cannot subscribe: %s", describe(error))
+                log.log(level, "the outbox is polled: it cannot subscribe: %s", describe(error))
+                level = logging.DEBUG
             finally:
                 self._subscribed = False
             await asyncio.sleep(POLL_DOWN)

@@ -1,0 +1,121 @@
+"""The outbox and the listener of a Postgres as sources of a broker.
+
+::
+
+    async with Outbox(pool, listener=listener) as outbox:
+        events = OutboxEvents(outbox)
+        async with Broker(events, replay=events, channels=["orders"]) as broker:
+            ...
+
+An event of the outbox has an id that every node knows, so a client may resume at any of them. An
+event of a listener has none: what a client missed is in the memory of its node, or is lost, and
+then the client gets a reset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
+
+from ._events import HistoryLost, SourceEvent, SourceGap
+
+__all__ = ["ListenerEvents", "OutboxEvents"]
+
+#: The order of an event, and its cursor.
+Position = tuple[tuple[int, int], str]
+
+
+class OutboxLike(Protocol):
+    """What is used of a `moored.postgres.Outbox`."""
+
+    def place(self, cursor: str) -> tuple[int, int]: ...
+
+    def tail(self, after: str | None = None) -> AsyncIterator[Any]: ...
+
+    async def read(
+        self,
+        after: str | None = None,
+        *,
+        limit: int = 500,
+        channels: Sequence[str] = (),
+        tenant: str | None = None,
+    ) -> Any: ...
+
+
+class ListenerLike(Protocol):
+    """What is used of a `moored.postgres.Listener`."""
+
+    def subscribe(self, *channels: str) -> AbstractAsyncContextManager[AsyncIterator[Any]]: ...
+
+
+class OutboxEvents:
+    """The events of an outbox, as a source and as its history."""
+
+    def __init__(self, outbox: OutboxLike) -> None:
+        self._outbox = outbox
+        self._cursor: str | None = None
+
+    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+        """Yield the events from the first call on; after an error, from the last one on."""
+        async for batch in self._outbox.tail(self._cursor):
+            if batch.reset is not None:
+                yield SourceGap(batch.reset.reason)
+            for event in batch.events:
+                self._cursor = event.cursor
+                yield self._event(event)
+            self._cursor = batch.cursor
+
+    def position(self, id: str) -> Position:
+        """Return the position of a cursor."""
+        try:
+            return self._outbox.place(id), id
+        except ValueError as error:
+            raise HistoryLost(str(error)) from None
+
+    async def read(
+        self, after: Position, tenant: str, channels: frozenset[str], limit: int
+    ) -> list[SourceEvent]:
+        """Return events of the tenant after a position."""
+        found: list[SourceEvent] = []
+        while len(found) < limit:
+            batch = await self._outbox.read(
+                after[1], limit=limit - len(found), channels=sorted(channels), tenant=tenant
+            )
+            if batch.reset is not None:
+                raise HistoryLost(batch.reset.reason)
+            if not batch.events:
+                break
+            found += map(self._event, batch.events)
+            after = found[-1].position
+        return found
+
+    def _event(self, found: Any) -> SourceEvent:
+        cursor: str = found.cursor
+        return SourceEvent(
+            found.channel, found.payload, found.tenant, cursor, (self._outbox.place(cursor), cursor)
+        )
+
+
+class ListenerEvents:
+    """The notifications of a listener, as a source.
+
+    :param channels: the channels to listen to.
+    """
+
+    def __init__(self, listener: ListenerLike, channels: Sequence[str]) -> None:
+        self._listener = listener
+        self._channels = channels
+        self._began = False
+
+    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+        """Yield the notifications, and a gap where some may be missing."""
+        async with self._listener.subscribe(*self._channels) as events:
+            if self._began:
+                yield SourceGap("the subscription to the listener was interrupted")
+            self._began = True
+            async for event in events:
+                if hasattr(event, "payload"):
+                    yield SourceEvent(event.channel, event.payload)
+                else:
+                    yield SourceGap(event.reason)
