@@ -23,7 +23,7 @@ from moored.service import (
 )
 from moored.service import serve as run_service
 
-from . import _leases, _show
+from . import _leases, _outbox, _show
 from ._client import Client, CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable, load_config
 
@@ -42,6 +42,7 @@ app = typer.Typer(
 )
 
 app.add_typer(_leases.app)
+app.add_typer(_outbox.app)
 
 
 def _complete_component(ctx: typer.Context, incomplete: str) -> list[str]:

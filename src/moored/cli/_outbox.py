@@ -1,0 +1,221 @@
+"""`moored outbox`: install an outbox, show its state, and run its upkeep."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any, TypeVar
+
+import psycopg
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from moored.kernel import MooredError, counted, describe, duration
+from moored.postgres.outbox import Outbox, OutboxStatus, ddl, grants
+from moored.reservoir import AsyncConnectionPool
+
+from ._client import CommandFailed
+from ._options import Json
+from ._show import show, table
+
+__all__ = ["app"]
+
+T = TypeVar("T")
+
+#: Seconds that a command waits for a connection.
+CONNECT_TIMEOUT = 10.0
+
+app = typer.Typer(
+    name="outbox",
+    help="Install an outbox in a database, show its state, and run its upkeep.",
+    no_args_is_help=True,
+)
+
+DatabaseUrl = Annotated[
+    str,
+    typer.Option("--database-url", envvar="DATABASE_URL", help="The database, as a URL."),
+]
+Schema = Annotated[str, typer.Option("--schema", help="The schema of the outbox.")]
+Notify = Annotated[
+    bool,
+    typer.Option(
+        "--notify/--no-notify",
+        help="Whether publishers wake consumers by NOTIFY; without it, consumers poll.",
+    ),
+]
+Roles = Annotated[
+    list[str] | None,
+    typer.Option("--grant", metavar="ROLE", help="A role that may publish and consume; repeat it."),
+]
+Table = Annotated[
+    str, typer.Argument(metavar="TABLE", help="The table, as `orders` or `shop.orders`.")
+]
+
+
+@app.command()
+def install(
+    database_url: DatabaseUrl,
+    schema: Schema = "moored",
+    notify: Notify = True,
+    grant: Roles = None,
+) -> int:
+    """Create the tables and functions of an outbox, or bring older ones up to date.
+
+    Running it again changes nothing. Example:
+
+        moored outbox install --database-url postgresql://owner@db/app --grant app
+    """
+    _with_outbox(
+        database_url, schema, lambda outbox: outbox.install(notify=notify, roles=grant or ())
+    )
+    typer.echo(f"the outbox in schema {schema} is installed")
+    return 0
+
+
+@app.command("sql")
+def sql_(schema: Schema = "moored", notify: Notify = True, grant: Roles = None) -> int:
+    """Print the statements that `install` runs, for a migration tool.
+
+    Example:
+
+        moored outbox sql --grant app > migrations/0007_outbox.sql
+    """
+    text = _sql(lambda: ddl(schema, notify=notify))
+    typer.echo(text + "".join(grants(role, schema) for role in grant or ()), nl=False)
+    return 0
+
+
+@app.command()
+def status(database_url: DatabaseUrl, schema: Schema = "moored", as_json: Json = False) -> int:
+    """Show the size, the consumers and their lag, and the transaction that holds delivery back.
+
+    Examples:
+
+        moored outbox status --database-url postgresql://app@db/app
+
+        moored outbox status --json | jq '.consumers[].lag'
+    """
+    found = _with_outbox(database_url, schema, lambda outbox: outbox.status())
+    show(_plain(found), as_json, lambda out: _show(out, found))
+    return 0
+
+
+@app.command()
+def prune(
+    database_url: DatabaseUrl,
+    schema: Schema = "moored",
+    retain: Annotated[
+        float, typer.Option("--retain-days", help="Days that events are kept.")
+    ] = 7.0,
+    max_bytes: Annotated[int | None, typer.Option("--max-bytes", help="The largest size.")] = None,
+    as_json: Json = False,
+) -> int:
+    """Create the partitions of the next days, and drop those beyond the retention.
+
+    A running `Outbox` does it by itself, every ten minutes. Exits with 1 if an open transaction
+    prevents the drop. Example for cron, where only the owner of the tables may do it:
+
+        moored outbox prune --database-url postgresql://owner@db/app --retain-days 3
+    """
+    days = retain * 86400.0
+    done = _with_outbox(
+        database_url, schema, lambda outbox: outbox.upkeep(), retain=days, max_bytes=max_bytes
+    )
+    made = f"{counted(done.created, 'partition')} created"
+    dropped = "an open transaction prevents the drop of partitions: run this again later"
+    if done.dropped is not None:
+        dropped = f"{counted(done.dropped, 'partition')} dropped"
+    show(done._asdict(), as_json, lambda out: out.print(Text(f"{made}; {dropped}")))
+    return 1 if done.dropped is None else 0
+
+
+@app.command()
+def capture(
+    table_name: Table,
+    database_url: DatabaseUrl,
+    schema: Schema = "moored",
+    channel: Annotated[
+        str | None, typer.Option("--channel", help="The events' channel; by default the table.")
+    ] = None,
+    tenant_column: Annotated[
+        str | None, typer.Option("--tenant-column", help="The column that holds the tenant.")
+    ] = None,
+) -> int:
+    """Publish every change of a table from now on, by triggers.
+
+    Example:
+
+        moored outbox capture shop.orders --channel orders --tenant-column org_id
+    """
+    _with_outbox(
+        database_url,
+        schema,
+        lambda outbox: outbox.capture(table_name, channel=channel, tenant_column=tenant_column),
+    )
+    typer.echo(f"every change of {table_name} is published")
+    return 0
+
+
+@app.command()
+def uncapture(table_name: Table, database_url: DatabaseUrl, schema: Schema = "moored") -> int:
+    """Remove the triggers of `capture`.
+
+    Example:
+
+        moored outbox uncapture shop.orders
+    """
+    _with_outbox(database_url, schema, lambda outbox: outbox.uncapture(table_name))
+    typer.echo(f"changes of {table_name} are no longer published")
+    return 0
+
+
+def _with_outbox(
+    url: str, schema: str, work: Callable[[Outbox], Awaitable[T]], **options: Any
+) -> T:
+    # An error is printed as one line on stderr, and not logged as well.
+    logging.getLogger("moored").addHandler(logging.NullHandler())
+
+    async def run() -> T:
+        pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] = AsyncConnectionPool(
+            url,
+            kwargs={"prepare_threshold": None},
+            max_size=1,
+            timeout=CONNECT_TIMEOUT,
+            fail_fast=True,
+            open=False,
+        )
+        outbox = _sql(lambda: Outbox(pool, schema=schema, show_queries=True, **options))
+        async with pool:
+            return await work(outbox)
+
+    try:
+        return asyncio.run(run())
+    except (psycopg.Error, MooredError, OSError) as error:
+        raise CommandFailed(describe(error)) from error
+
+
+def _sql(made: Callable[[], T]) -> T:
+    try:
+        return made()
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
+
+
+def _plain(found: OutboxStatus) -> dict[str, Any]:
+    consumers = [{**each._asdict(), "cursor": str(each.cursor)} for each in found.consumers]
+    held = found.held_back and found.held_back._asdict()
+    return {**found._asdict(), "held_back": held, "consumers": consumers}
+
+
+def _show(console: Console, found: OutboxStatus) -> None:
+    console.print(Text(str(found)))
+    if found.held_back is not None:
+        console.print(Text(f"delivery is held back: {found.held_back}"))
+    rows = table("consumer", "lag", "cursor stored", "cursor")
+    for each in found.consumers:
+        texts = each.name, duration(each.lag), f"{duration(each.stored)} ago", str(each.cursor)
+        rows.add_row(*map(Text, texts))
+    if found.consumers:
+        console.print(rows)

@@ -1,0 +1,166 @@
+"""Writers whose transactions commit out of order, and what three kinds of readers miss of them.
+
+In one run: consumers of the outbox, a bare LISTEN that reconnects, and a cursor on the id alone.
+The connections that listen are killed at random. The test and the benchmark use it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+
+from moored.kernel import Tasks
+from moored.postgres import Reset
+from moored.postgres.listen import Gap, Listener
+from moored.postgres.outbox import Outbox
+
+__all__ = ["WRITERS", "Found", "gap_run"]
+
+WRITERS = 8
+#: Seconds that a transaction is open, at most.
+OPEN = 0.03
+CONSUMERS = ("one", "two")
+#: How long everything may take after the last commit, in seconds.
+LIMIT = 120.0
+_APPLICATION = "gap-listener"
+
+
+@dataclass
+class Found:
+    """What was published, and how often each reader got it."""
+
+    published: set[str] = field(default_factory=set)
+    consumers: dict[str, Counter[str]] = field(default_factory=dict)
+    orders: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    bare: set[str] = field(default_factory=set)
+    by_id: set[str] = field(default_factory=set)
+    kills: int = 0
+    #: Gaps that a subscriber of the listener was told of.
+    gaps: int = 0
+
+    @property
+    def missed(self) -> int:
+        """Events that a consumer of the outbox did not get."""
+        return sum(len(self.published - set(each)) for each in self.consumers.values())
+
+    @property
+    def duplicates(self) -> int:
+        """Events that a consumer of the outbox got again."""
+        return sum(sum(each.values()) - len(each) for each in self.consumers.values())
+
+    @property
+    def bare_missed(self) -> int:
+        """Events that a bare LISTEN did not get."""
+        return len(self.published - self.bare)
+
+    @property
+    def id_cursor_missed(self) -> int:
+        """Events that a reader with a cursor on the id did not get."""
+        return len(self.published - self.by_id)
+
+
+async def gap_run(url: str, events: int, kills: int, seed: int) -> Found:
+    """Publish by 8 writers while listening connections are killed; return when all was read."""
+    found, chance = Found(), random.Random(seed)
+    direct = psycopg.conninfo.make_conninfo(url, application_name=_APPLICATION)
+    tasks = Tasks()
+    async with Listener(direct) as listener, Outbox(url, listener=listener) as outbox:
+        await listener.wait_until_up(LIMIT)
+        ready = [asyncio.Event() for _ in range(2)]
+        consumers = [tasks.start(_consume(outbox, name, events, found)) for name in CONSUMERS]
+        tasks.start(_subscribe(listener, found))
+        tasks.start(_bare(direct, found, ready[0]))
+        tasks.start(_by_id(url, found, ready[1]))
+        for each in ready:
+            await each.wait()
+        # All kills fall into the time of the writers, which is longer than this.
+        pause = events / WRITERS * OPEN / 2 / (kills + 1)
+        killer = tasks.start(_kill(url, kills, pause, found, chance))
+        share = [events // WRITERS + (n < events % WRITERS) for n in range(WRITERS)]
+        await asyncio.gather(
+            *(_write(url, n, count, found, seed + n) for n, count in enumerate(share))
+        )
+        await killer
+        async with asyncio.timeout(LIMIT):
+            await asyncio.gather(*consumers)
+        await asyncio.sleep(0.5)  # for the other two readers, which cannot know their end
+        await tasks.cancel()
+    return found
+
+
+async def _write(url: str, writer: int, count: int, found: Found, seed: int) -> None:
+    chance = random.Random(seed)
+    async with await psycopg.AsyncConnection.connect(url) as conn:
+        for number in range(count):
+            text = f"{writer}/{number}"
+            await conn.execute("select moored.outbox_publish('orders', %s)", [text])
+            await conn.execute("select pg_notify('bare', %s)", [text])
+            await asyncio.sleep(chance.uniform(0, OPEN))
+            if chance.random() < 0.1:
+                await conn.rollback()
+                await conn.execute("select moored.outbox_publish('orders', %s)", [text])
+                await conn.execute("select pg_notify('bare', %s)", [text])
+            found.published.add(text)
+            await conn.commit()
+
+
+async def _consume(outbox: Outbox, name: str, events: int, found: Found) -> None:
+    counter = found.consumers[name] = Counter()
+    order = found.orders[name] = []
+    async with outbox.consume(name) as consumer:
+        async for event in consumer:
+            assert not isinstance(event, Reset), event
+            counter[event.payload] += 1
+            order.append((event.xid, event.id))
+            await event.ack()
+            if len(counter) == events:
+                return
+
+
+async def _subscribe(listener: Listener, found: Found) -> None:
+    async with listener.subscribe("bare") as subscription:
+        async for event in subscription:
+            found.gaps += isinstance(event, Gap)
+
+
+async def _bare(url: str, found: Found, ready: asyncio.Event) -> None:
+    """What programs without an outbox do: LISTEN, and reconnect a little later."""
+    while True:
+        with suppress(psycopg.OperationalError):
+            async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+                await conn.execute("listen bare")
+                ready.set()
+                async for notification in conn.notifies():
+                    found.bare.add(notification.payload)
+        await asyncio.sleep(0.1)
+
+
+async def _by_id(url: str, found: Found, ready: asyncio.Event) -> None:
+    """What programs with a simple outbox do: read everything after the last id."""
+    last = 0
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        ready.set()
+        while True:
+            query = "select id, payload from moored.outbox where id > %s order by id"
+            rows: list[Any] = await (await conn.execute(query, [last])).fetchall()
+            for last, payload in rows:  # noqa: B007 - the last one is kept
+                found.by_id.add(payload)
+            await asyncio.sleep(0.005)
+
+
+async def _kill(url: str, kills: int, pause: float, found: Found, chance: random.Random) -> None:
+    query = (
+        "select count(pg_terminate_backend(pid)) from pg_stat_activity "
+        f"where application_name = '{_APPLICATION}' and datname = current_database()"
+    )
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        while found.kills < kills:
+            await asyncio.sleep(chance.uniform(0, 2 * pause))
+            row = await (await conn.execute(query.encode())).fetchone()
+            found.kills += bool(row and row[0])

@@ -1,0 +1,112 @@
+"""`moored outbox`, against a real PostgreSQL."""
+
+from __future__ import annotations
+
+import json
+
+import psycopg
+import pytest
+
+from moored.cli import main
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def database_url(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setenv("DATABASE_URL", url)
+    return url
+
+
+def test_install_prints_what_it_did_and_may_be_repeated(database_url: str, capsys: Output) -> None:
+    for _ in range(2):
+        assert main(["outbox", "install", "--schema", "other"]) == 0
+        assert capsys.readouterr().out == "the outbox in schema other is installed\n"
+    with psycopg.connect(database_url) as conn:
+        conn.execute("select other.outbox_publish('orders', 'x')")
+        conn.execute("drop schema other cascade")
+
+
+def test_sql_prints_what_install_runs(database_url: str, capsys: Output) -> None:
+    assert main(["outbox", "sql", "--schema", "printed", "--no-notify", "--grant", "postgres"]) == 0
+    printed = capsys.readouterr().out
+    assert "drop trigger if exists outbox_notify" in printed
+    assert 'to "postgres";' in printed
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute(printed.encode())
+        conn.execute("select printed.outbox_publish('orders', 'x')")
+        conn.execute("drop schema printed cascade")
+
+
+def test_status_shows_consumers_and_the_culprit(database_url: str, capsys: Output) -> None:
+    with (
+        psycopg.connect(database_url) as culprit,
+        psycopg.connect(database_url, autocommit=True) as conn,
+    ):
+        culprit.execute("select pg_current_xact_id(), 'secret'")
+        conn.execute("select moored.outbox_publish('orders', 'x')")
+        conn.execute(
+            "insert into moored.outbox_cursors (consumer, cursor) values ('search', '1-1-0-0-0')"
+        )
+        assert main(["outbox", "status"]) == 0
+        text = capsys.readouterr().out
+        assert main(["outbox", "status", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["held_back"]["pid"] == culprit.info.backend_pid
+    assert "delivery is held back: events have waited for" in text
+    assert f"for backend {shown['held_back']['pid']}, open for" in text
+    assert "secret" not in text
+    assert shown["held_back"]["query"] == "select pg_current_xact_id(), …"
+    (consumer,) = shown["consumers"]
+    assert consumer["name"] == "search"
+    assert consumer["lag"] > 0
+    assert shown["partitions"] == 5
+
+
+def test_prune_reports_partitions(database_url: str, capsys: Output) -> None:
+    assert main(["outbox", "prune", "--retain-days", "1"]) == 0
+    assert capsys.readouterr().out == "0 partitions created; 0 partitions dropped\n"
+    assert main(["outbox", "prune", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"created": 0, "dropped": 0}
+
+
+def test_capture_and_uncapture(database_url: str, capsys: Output) -> None:
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute("create table orders (id int, org text)")
+        arguments = ["orders", "--channel", "{shop} %s", "--tenant-column", "org"]
+        assert main(["outbox", "capture", *arguments]) == 0
+        conn.execute("insert into orders values (1, 'acme')")
+        assert main(["outbox", "uncapture", "orders"]) == 0
+        conn.execute("insert into orders values (2, 'acme')")
+        found = conn.execute("select channel, tenant from moored.outbox").fetchall()
+    assert found == [("{shop} %s", "acme")]
+    assert capsys.readouterr().out.splitlines() == [
+        "every change of orders is published",
+        "changes of orders are no longer published",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["status", "--schema", "elsewhere"], "the outbox is not installed in this database"),
+        (["install", "--schema", "My schema"], "schema='My schema' must consist of"),
+        (["sql", "--schema", "My schema"], "schema='My schema' must consist of"),
+        (["capture", "no_such_table"], 'relation "no_such_table" does not exist'),
+    ],
+)
+def test_a_refused_command_prints_one_line(
+    database_url: str, capsys: Output, arguments: list[str], error: str
+) -> None:
+    assert main(["outbox", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("moored: ")
+    assert error in line
+
+
+@pytest.mark.parametrize("command", ["install", "sql", "status", "prune", "capture", "uncapture"])
+def test_help_has_an_example(capsys: Output, command: str) -> None:
+    main(["outbox", command, "--help"])
+    assert f"moored outbox {command}" in capsys.readouterr().out.split("Example")[1]
