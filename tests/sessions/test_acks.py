@@ -47,8 +47,17 @@ def table(settled: Outcomes) -> AckTable:
     return AckTable(settled)
 
 
-def park(table: AckTable, id: str, to: str = "bob", timeout: float = 30.0, **how: bool) -> Parked:
-    parked = Parked(Outgoing(id, to, b""), timeout, timeout, **how)
+def park(
+    table: AckTable,
+    id: str,
+    to: str = "bob",
+    timeout: float = 30.0,
+    *,
+    idempotent: bool = False,
+    hold: bool = False,
+) -> Parked:
+    outgoing = Outgoing(id, to, b"")
+    parked = Parked(outgoing, timeout, timeout, idempotent=idempotent, hold=hold)
     table.park(parked)
     return parked
 

@@ -122,7 +122,7 @@ def test_links_are_made_at_the_configured_rate() -> None:
             times.append(sim.now)
             return accept(transport)
 
-        server._memory._server = counted
+        server.memory._server = counted
         async with Sessions(connect_rate=rate, connect_burst=burst) as sessions:
             starts = [sessions.start(f"account {number}", Demo(server)) for number in range(MANY)]
             every = await asyncio.gather(*starts)

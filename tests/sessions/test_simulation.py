@@ -609,11 +609,15 @@ def _not_drained(self: AckTable, reason: Any, *, resumes: bool) -> None:
 async def _written_anyway(self: Senders, recipient: str, work: Any) -> None:
     parked, index, waiting = work
     try:
-        while waiting is not None or (found := self._walk(parked, index)) is not None:
-            index, waiting = (index, waiting) if waiting is not None else found
-            if not await self._finish(parked, waiting):
+        while True:
+            if waiting is None:
+                if (found := self._walk(parked, index)) is None:
+                    return
+                index, waiting = found
+            elif not await self._finish(parked, waiting):
                 return
-            index, waiting = index + 1, None
+            else:
+                index, waiting = index + 1, None
     except Exception as error:
         self.crashed(recipient, error)
         raise

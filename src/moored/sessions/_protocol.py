@@ -64,8 +64,14 @@ class CloseClass(Enum):
 # -- the events that a dialogue returns ----------------------------------------------------------
 
 
+class DialogueEvent:
+    """Something that a dialogue reports about received bytes."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Ready:
+class Ready(DialogueEvent):
     """The handshake and the login are complete; sends may be written from now on."""
 
     #: Whether the server has kept the state of the last link that was ready, so that its
@@ -81,7 +87,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class LoginStep:
+class LoginStep(DialogueEvent):
     """The login needs a person, to enter a code or to answer a question."""
 
     #: What is needed, such as "pairing code".
@@ -91,14 +97,14 @@ class LoginStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(DialogueEvent):
     """The server has issued credentials, to be stored for the next login."""
 
     credentials: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmed:
+class Confirmed(DialogueEvent):
     """The server has confirmed a send; only the first confirmation of a send counts."""
 
     id: str
@@ -106,14 +112,14 @@ class Confirmed:
 
 
 @dataclass(frozen=True, slots=True)
-class ConfirmedUpTo:
+class ConfirmedUpTo(DialogueEvent):
     """The server has confirmed the next `count` sends of this link, in the order written."""
 
     count: int
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class Refused(DialogueEvent):
     """The server has refused a send."""
 
     id: str
@@ -122,7 +128,7 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
-class Bounced:
+class Bounced(DialogueEvent):
     """The server could not deliver a send that it had confirmed: the event `send_bounced`.
 
     For a send that is not confirmed yet, it is a refusal.
@@ -134,7 +140,7 @@ class Bounced:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class Answered(DialogueEvent):
     """The server has answered a query."""
 
     id: str
@@ -144,7 +150,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Happening:
+class Happening(DialogueEvent):
     """A message or notification for the user arrived."""
 
     #: The argument of `Protocol.route` and `Protocol.interpret`.
@@ -160,7 +166,7 @@ class Happening:
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
+class Closing(DialogueEvent):
     """The server ends the link, for this reason."""
 
     kind: CloseClass
@@ -173,33 +179,33 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class Greeting:
+class Greeting(DialogueEvent):
     """Bytes to send now: the next part of a handshake, or the answer to a ping."""
 
     data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Ignored:
+class Ignored(DialogueEvent):
     """A frame that needs no action, such as the answer to a ping."""
 
 
 @dataclass(frozen=True, slots=True)
-class Remember:
+class Remember(DialogueEvent):
     """Data for the next process: stored, and passed to `Protocol.recall`."""
 
     data: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Repeat:
+class Repeat(DialogueEvent):
     """A peer could not read a send, and requests it again."""
 
     id: str
 
 
 @dataclass(frozen=True, slots=True)
-class StartTls:
+class StartTls(DialogueEvent):
     """The server is ready for TLS on this link (STARTTLS); for an endpoint with `starttls`.
 
     Further plain text is dropped. When the link is encrypted, the bytes that `Dialogue.secured`
@@ -208,30 +214,10 @@ class StartTls:
 
 
 @dataclass(frozen=True, slots=True)
-class Unhandled:
+class Unhandled(DialogueEvent):
     """A frame that the protocol does not handle; it is logged and counted."""
 
     what: str
-
-
-DialogueEvent: TypeAlias = (
-    Ready
-    | LoginStep
-    | Accepted
-    | Confirmed
-    | ConfirmedUpTo
-    | Refused
-    | Bounced
-    | Answered
-    | Happening
-    | Closing
-    | Greeting
-    | Ignored
-    | Remember
-    | Repeat
-    | StartTls
-    | Unhandled
-)
 
 
 @dataclass(slots=True)

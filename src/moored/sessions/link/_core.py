@@ -279,6 +279,3 @@ class SessionCore:
         return self._generation.is_current(generation) and (
             self._online_at is not None or self.machine.step in ("greeting", "login")
         )
-
-    def __repr__(self) -> str:
-        return f"<SessionCore {self.machine.state}, generation {self.generation}>"

@@ -62,6 +62,3 @@ class MqttMemory:
         self.received.clear()
         self.suspect = ""
         self.life += 1
-
-    def __repr__(self) -> str:
-        return f"<MqttMemory: {len(self.inflight)} in flight, {len(self.subscribed)} subscriptions>"

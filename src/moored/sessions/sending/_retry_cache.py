@@ -37,7 +37,7 @@ class MemoryRetryCache(RetryCache):
     :param now: the clock; that of the event loop by default.
     """
 
-    __slots__ = ("_entries", "_now", "evicted", "expired", "hits", "misses", "seconds", "size")
+    __slots__ = ("_entries", "_now", "evicted", "expired", "seconds", "size")
 
     def __init__(
         self, size: int = 512, seconds: float = 300.0, *, now: Callable[[], float] | None = None
@@ -51,8 +51,6 @@ class MemoryRetryCache(RetryCache):
         self.seconds = seconds
         #: The number of sends removed because the cache was full, and because they were too old.
         self.evicted = self.expired = 0
-        #: The number of requests for sends that were kept, and for others.
-        self.hits = self.misses = 0
         self._now = Clock.current().monotonic if now is None else now
         self._entries: OrderedDict[str, tuple[float, Outgoing]] = OrderedDict()
 
@@ -68,12 +66,8 @@ class MemoryRetryCache(RetryCache):
     def get(self, id: str) -> Outgoing | None:
         """Return the send, or None if it is no longer kept."""
         self.expire()
-        entry = self._entries.get(id)
-        if entry is None:
-            self.misses += 1
-            return None
-        self.hits += 1
-        return entry[1]
+        _, outgoing = self._entries.get(id, (0.0, None))
+        return outgoing
 
     def expire(self) -> None:
         """Remove the sends that are too old."""

@@ -68,8 +68,7 @@ class Seal:
         if not self._secrets:
             return _envelope(PLAIN, names, value)
         first = self._secrets[0]
-        salt = self._salt if first.is_passphrase else NO_SALT
-        kind = WITH_PASSPHRASE if first.is_passphrase else WITH_KEY
+        kind, salt = first.kind, self._salt if first.kind == WITH_PASSPHRASE else NO_SALT
         nonce = secrets.token_bytes(NONCE)
         hidden = self._cipher(first.master(salt), names).encrypt(nonce, value, _bound(kind, names))
         return _envelope(kind, names, salt + nonce + hidden)
@@ -97,31 +96,26 @@ class Seal:
             return False  # the checksum is wrong, which says nothing about the key
         self.open_envelope(names, envelope)
         first = self._secrets[0]
-        if kind != (WITH_PASSPHRASE if first.is_passphrase else WITH_KEY):
+        if kind != first.kind or self._try(first, names, payload) is None:
             return False
-        salt = payload[:SALT] if first.is_passphrase else NO_SALT
-        if self._try(first, salt, kind, names, payload[len(salt) :]) is None:
-            return False
-        self._salt = salt or self._salt
+        if kind == WITH_PASSPHRASE:
+            self._salt = payload[:SALT]
         return True
 
     def _reveal(self, kind: int, names: Names, payload: bytes) -> bytes:
-        salt = payload[:SALT] if kind == WITH_PASSPHRASE else NO_SALT
         for secret in self._secrets:
-            if secret.is_passphrase == (kind == WITH_PASSPHRASE):
-                value = self._try(secret, salt, kind, names, payload[len(salt) :])
-                if value is not None:
-                    return value
+            if secret.kind == kind and (value := self._try(secret, names, payload)) is not None:
+                return value
         raise _corrupt(names, "was encrypted with another key, or for another place")
 
-    def _try(
-        self, secret: _Secret, salt: bytes, kind: int, names: Names, sealed: bytes
-    ) -> bytes | None:
+    def _try(self, secret: _Secret, names: Names, payload: bytes) -> bytes | None:
         from cryptography.exceptions import InvalidTag
 
+        salt = payload[:SALT] if secret.kind == WITH_PASSPHRASE else NO_SALT
+        sealed = payload[len(salt) :]
         try:
             opened: bytes = self._cipher(secret.master(salt), names).decrypt(
-                sealed[:NONCE], sealed[NONCE:], _bound(kind, names)
+                sealed[:NONCE], sealed[NONCE:], _bound(secret.kind, names)
             )
         except (InvalidTag, ValueError):
             # ValueError: too short for a nonce, which must be a forgery: the checksum is right.
@@ -146,10 +140,10 @@ class Seal:
 class _Secret:
     """A key or a passphrase; its repr does not show it."""
 
-    __slots__ = ("_made", "_value", "is_passphrase")
+    __slots__ = ("_made", "_value", "kind")
 
     def __init__(self, value: bytes | str) -> None:
-        self.is_passphrase = isinstance(value, str)
+        self.kind = WITH_PASSPHRASE if isinstance(value, str) else WITH_KEY
         if isinstance(value, str):
             SECRETS.add(value)
             value = value.encode("utf-8", "surrogatepass")
@@ -159,7 +153,7 @@ class _Secret:
 
     def master(self, salt: bytes) -> bytes:
         """Return the key itself, or the one derived from the passphrase and the salt."""
-        if not self.is_passphrase:
+        if self.kind == WITH_KEY:
             return self._value
         made = self._made.get(salt)
         if made is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import ssl
 from collections.abc import Callable, Iterable
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -103,65 +103,46 @@ class Tcp:
         return f"<Tcp {self}>"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class WebSocket:
-    """A server at a WebSocket URL; each write of the protocol is one frame.
+    """A server at a WebSocket URL; each write of the protocol is one frame."""
 
-    :param url: `ws://` or `wss://`; a user and a password in it are sent as basic authentication.
-    :param subprotocol: the subprotocol to use, such as `mqtt`; the dial fails if the server does
-        not support it.
-    :param tls: for `wss`: the context that verifies the server's certificate; by default, it trusts
-        the system's authorities.
-    :param headers: more headers for the handshake, as pairs.
-    :param text: send and expect text frames (UTF-8), not binary ones.
-    :param max_size: the longest accepted message, in bytes; a longer one ends the link.
-    """
+    #: `ws://` or `wss://`; a user and a password in it are sent as basic authentication.
+    url: str
+    _: KW_ONLY
+    #: The subprotocol to use, such as `mqtt`; the dial fails if the server does not support it.
+    subprotocol: str | None = None
+    #: For `wss`: the context that verifies the server's certificate; by default, it trusts the
+    #: system's authorities.
+    tls: ssl.SSLContext | None = None
+    #: More headers for the handshake, as pairs.
+    headers: Iterable[tuple[str, str]] = ()
+    #: Send and expect text frames (UTF-8), not binary ones.
+    text: bool = False
+    #: The longest accepted message, in bytes; a longer one ends the link.
+    max_size: int = 1024 * 1024
+    _tcp: Tcp = field(init=False)
 
-    __slots__ = ("_headers", "_tcp", "_url", "max_size", "subprotocol", "text")
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        subprotocol: str | None = None,
-        tls: ssl.SSLContext | None = None,
-        headers: Iterable[tuple[str, str]] = (),
-        text: bool = False,
-        max_size: int = 1024 * 1024,
-    ) -> None:
+    def __post_init__(self) -> None:
         with extra("mqtt", "WebSocket"):
             import websockets  # noqa: F401
-        SECRETS.add_from(url)
-        parts = _parts(url, tls)
-        secure = parts.scheme == "wss"
+        SECRETS.add_from(self.url)
+        parts = _parts(self.url, self.tls)
         assert parts.hostname is not None
-        self._url = url
-        self._headers = tuple(headers)
-        for name, value in self._headers:
+        self.headers = tuple(self.headers)
+        for name, value in self.headers:
             if name.lower() == "authorization":
                 SECRETS.add(value.rpartition(" ")[2])  # "Bearer TOKEN"
-        if any(set("\r\n") & {*name, *value} for name, value in self._headers):
+        if any(set("\r\n") & {*name, *value} for name, value in self.headers):
             raise ValueError("a header contains a line break")
-        self._tcp = Tcp(
-            parts.hostname,
-            parts.port or _PORTS[parts.scheme],
-            tls=(tls or default_tls()) if secure else None,
-        )
-        self.subprotocol = subprotocol
-        self.text = text
-        self.max_size = max_size
+        tls = (self.tls or default_tls()) if parts.scheme == "wss" else None
+        self._tcp = Tcp(parts.hostname, parts.port or _PORTS[parts.scheme], tls=tls)
 
     async def dial(self, receiver: Receiver) -> Transport:
         """Connect; raises `OSError` with the reason."""
         from ._websocket import WebSocketLink
 
-        link = WebSocketLink(
-            receiver,
-            self._url,
-            subprotocol=self.subprotocol,
-            headers=self._headers,
-            text=self.text,
-            max_size=self.max_size,
-        )
+        link = WebSocketLink(receiver, self)
         try:
             await link.open(self._tcp._open)
         except OSError as error:
@@ -170,7 +151,7 @@ class WebSocket:
 
     def __str__(self) -> str:
         # The query may hold a token, and the user information a password.
-        parts = urlsplit(self._url)
+        parts = urlsplit(self.url)
         host = parts.netloc.rpartition("@")[2]
         return f"{parts.scheme}://{host}{parts.path}" + ("?…" if parts.query else "")
 

@@ -94,10 +94,6 @@ class MemoryEnd:
         if receiver is not None:
             receiver.lost(self._error)
 
-    def __repr__(self) -> str:
-        state = "closed" if self._over else "closing" if self._leaving else "open"
-        return f"<MemoryEnd, {state}, {self.pending} bytes pending>"
-
 
 def memory_pair() -> tuple[MemoryEnd, MemoryEnd]:
     """Return two connected ends; set their receivers before the next turn of the loop."""

@@ -144,10 +144,6 @@ class Stream(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.pause_reading()
 
-    def mute(self) -> None:
-        """Report nothing more to the receiver."""
-        self.receiver = None
-
     # -- called by the owner -------------------------------------------------------------------
 
     def write(self, data: bytes) -> None:

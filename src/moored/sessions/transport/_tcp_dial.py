@@ -62,7 +62,7 @@ async def _attempt(address: str, port: int, receiver: Receiver | None = None) ->
     try:
         await loop.create_connection(lambda: stream, address, port)
     except BaseException:
-        stream.mute()
+        stream.receiver = None  # report nothing more
         raise
     return stream
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidStatus
@@ -19,6 +19,9 @@ from websockets.uri import parse_uri
 
 from ._stream import Layer
 from ._transport import PartReceiver, Receiver
+
+if TYPE_CHECKING:
+    from ._endpoints import WebSocket
 
 __all__ = ["WebSocketClosed", "WebSocketLink", "WebSocketRefused"]
 
@@ -51,30 +54,21 @@ class WebSocketClosed(ConnectionError):
 class WebSocketLink(Layer):
     """One WebSocket connection of a client."""
 
-    __slots__ = ("_core", "_fragments", "_headers", "_kind", "_max_size", "_timer")
+    __slots__ = ("_core", "_endpoint", "_fragments", "_kind", "_timer")
 
     keeps_bounds = True
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        url: str,
-        *,
-        subprotocol: str | None,
-        headers: Iterable[tuple[str, str]],
-        text: bool,
-        max_size: int,
-    ) -> None:
+    def __init__(self, receiver: Receiver, endpoint: WebSocket) -> None:
         super().__init__(receiver)
+        wanted = endpoint.subprotocol
         self._core = ClientProtocol(
-            parse_uri(url),
-            subprotocols=None if subprotocol is None else [Subprotocol(subprotocol)],
-            max_size=max_size,
+            parse_uri(endpoint.url),
+            subprotocols=None if wanted is None else [Subprotocol(wanted)],
+            max_size=endpoint.max_size,
             logger=_logger,
         )
-        self._headers = headers
-        self._max_size = max_size
-        self._kind = Opcode.TEXT if text else Opcode.BINARY
+        self._endpoint = endpoint
+        self._kind = Opcode.TEXT if endpoint.text else Opcode.BINARY
         self._fragments: list[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -82,9 +76,8 @@ class WebSocketLink(Layer):
 
     def _begin(self) -> None:
         request = self._core.connect()
-        for name, value in self._headers:
+        for name, value in self._endpoint.headers:
             request.headers[name] = value
-        self._headers = ()
         self._core.send_request(request)
         self._flush()
 
@@ -153,7 +146,8 @@ class WebSocketLink(Layer):
             code = 1002 if sent is None else sent.code
             what = f"the server violated the protocol: {broken}"
             if code == 1009:
-                what = f"the server sent a message that is longer than max_size={self._max_size}"
+                longest = self._endpoint.max_size
+                what = f"the server sent a message that is longer than max_size={longest}"
             self._error = WebSocketClosed(what, code)
         if self._error is not None and self._below is not None:
             self._below.close()  # no close frame will follow
