@@ -61,7 +61,7 @@ def test_refresh_whose_timer_fires_early_fetches_the_topology() -> None:
     simulate(refreshing, 20, timer_slack=SLACK)
 
 
-@pytest.mark.every_loop
+@pytest.mark.every_loop(always=True)
 async def test_server_that_starts_late_is_connected_to() -> None:
     server = EchoServer()
     async with Aio() as side:
@@ -75,7 +75,7 @@ async def test_server_that_starts_late_is_connected_to() -> None:
             server.kill()
 
 
-@pytest.mark.every_loop
+@pytest.mark.every_loop(always=True)
 async def test_outage_ends_when_the_server_is_back() -> None:
     with EchoServer() as server:
         async with Aio() as side:

@@ -90,7 +90,8 @@ class Background:
                 case ShellAct.CHECK:
                     self._tasks.start(self._check_connection(managed, action.number))
                 case ShellAct.SET_TIMER:
-                    self._set_timer((managed, "due"), action.delay, partial(self._due, managed))
+                    due = partial(self._tell, managed, managed.core.due)
+                    self._set_timer((managed, "due"), action.delay, due)
                 case ShellAct.CANCEL_TIMER:
                     self._timers.cancel((managed, "due"))
                 case ShellAct.WAKE:
@@ -123,9 +124,6 @@ class Background:
     def _set_timer(self, name: Hashable, delay: float, act: Callable[[], object]) -> None:
         # By the loop's clock: the manager's clock may be simulated by a test.
         self._timers.set(name, Clock.current().monotonic() + delay, act)
-
-    def _due(self, managed: Managed) -> None:
-        self._tell(managed, managed.core.due)
 
     def _aged(self, managed: Managed) -> None:
         self._tell(managed, managed.core.aged)
@@ -183,7 +181,7 @@ class Background:
             async with limit:
                 # The strategy is asked about an outage only, not about the renewal of a channel.
                 recovers = managed.core.machine.phase == "recovering"
-                if recovers and not await self._wants_recovery(managed):
+                if recovers and not await run_callback(managed.strategy.on_unavailable, managed):
                     self._tell(managed, managed.core.kept, attempt)
                     return
                 self._lose(managed, None)
@@ -271,20 +269,11 @@ class Background:
                 managed.ping_factor = min(2 * managed.ping_factor, MAX_PING_FACTOR)
             managed.handler._lose(cause)
 
-    async def _wants_recovery(self, managed: Managed) -> bool:
-        return bool(await run_callback(managed.strategy.on_unavailable, managed))
-
-    def _outdated(self, managed: Managed) -> Actions:
+    def moved(self, managed: Managed, why: str) -> Actions:
+        """Replace the connection if the topology wants another member; under the lock."""
         advise = getattr(managed.strategy, "advise", None)
         if advise is None or advise(managed.address) is not Advice.MOVE:
             return []
-        return self.broken(managed, managed.generation, "the primary has moved meanwhile")
-
-    def moved(self, managed: Managed, version: int) -> Actions:
-        """Replace the connection if a new topology has another primary; under the lock."""
-        if managed.strategy.advise(managed.address) is not Advice.MOVE:
-            return []
-        why = f"version {version} of the topology has another primary"
         return self.broken(managed, managed.generation, why)
 
     async def _arrive(self, managed: Managed, attempt: int, channel: Any) -> None:
@@ -299,7 +288,7 @@ class Background:
                     managed.strategy.arrived(address)
                 managed.handler._swap(LiveChannel(managed.generation, channel, address))
                 # The primary may have moved during the attempt.
-                actions += self._outdated(managed)
+                actions += self.moved(managed, "the primary has moved meanwhile")
         if not swap:
             await self._discard(channel)
             return

@@ -393,9 +393,3 @@ class ConnectionCore:
     def _arrived(self, actions: Actions) -> Actions:
         # The shell decrements `waiting` when it wakes the callers.
         return [*actions, ShellAction(ShellAct.WAKE)] if self.waiting else actions
-
-    def __repr__(self) -> str:
-        return (
-            f"<ConnectionCore {self.machine.state}, generation {self.generation}, "
-            f"{self.waiting} waiting>"
-        )

@@ -294,7 +294,8 @@ class ManagerBase(Generic[H]):
         self._change(broken)
 
     def _moved(self, managed: ManagedConnection[H], topology: Topology) -> None:
-        self._change(lambda: [(managed, self._background.moved(managed, topology.version))])
+        why = f"version {topology.version} of the topology has another primary"
+        self._change(lambda: [(managed, self._background.moved(managed, why))])
 
     def __reduce__(self) -> NoReturn:
         raise uncopied(self)

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import grpc  # type: ignore[import-untyped]
 
+from moored.kernel import Clock, Deadline
+
 from .._errors import closed
 from .._fork import refuse_broken
 from ._pending import CANCELLED
@@ -170,9 +172,7 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
         """See `grpc.Future`."""
         return not self.done()
 
-    def is_active(self) -> bool:
-        """See `grpc.Call`."""
-        return not self.done()
+    is_active = running
 
     def done(self) -> bool:
         """See `grpc.Future`."""
@@ -197,15 +197,13 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
 
     def result(self, timeout: float | None = None) -> Any:
         """See `grpc.Future`."""
-        until = None if timeout is None else monotonic() + timeout
-        real = self._known(timeout)
-        return real.result(None if until is None else max(0.0, until - monotonic()))
+        deadline = Deadline.after(timeout, Clock.system())
+        return self._known(timeout).result(deadline.timeout)
 
     def exception(self, timeout: float | None = None) -> Any:
         """See `grpc.Future`."""
-        until = None if timeout is None else monotonic() + timeout
-        real = self._known(timeout)
-        return real.exception(None if until is None else max(0.0, until - monotonic()))
+        deadline = Deadline.after(timeout, Clock.system())
+        return self._known(timeout).exception(deadline.timeout)
 
     def traceback(self, timeout: float | None = None) -> Any:
         """See `grpc.Future`."""

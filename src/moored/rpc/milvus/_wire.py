@@ -97,18 +97,10 @@ def milvus_unavailable(error: BaseException) -> bool:
     return unavailable(error)
 
 
-class _NotPrimary(grpc.RpcError):  # type: ignore[misc]
-    """The server is not the primary, or its connection was lost before the call was sent."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self._reason = reason
-
-    def code(self) -> grpc.StatusCode:
-        return grpc.StatusCode.UNAVAILABLE
-
-    def details(self) -> str:
-        return self._reason
+def _lost(reason: str) -> grpc.RpcError:
+    """Return an error that counts as the loss of the connection."""
+    nothing = grpc.aio.Metadata()
+    return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, reason)
 
 
 def _not_primary(answer: Any, address: str) -> str:
@@ -237,10 +229,7 @@ class _IdentifierInterceptor:
         """Raise if the connection was lost: gRPC would open another, without a `Connect` call."""
         if (channel := self.greeted()) is not None and not is_connected(channel):
             del channel
-            raise self.lost(f"not sent: the connection to {self.address} was lost")
-
-    def lost(self, reason: str) -> grpc.RpcError:
-        return _NotPrimary(reason)
+            raise _lost(f"not sent: the connection to {self.address} was lost")
 
 
 class _Identity(_IdentifierInterceptor, grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
@@ -254,15 +243,11 @@ class _Identity(_IdentifierInterceptor, grpc.UnaryUnaryClientInterceptor):  # ty
         # The answer of a call in progress (PyMilvus's `_async=True`) is read by its caller.
         over = outcome.done() and outcome.exception() is None
         if over and (reason := _not_primary(outcome.result(), self.address)):
-            raise _NotPrimary(reason)
+            raise _lost(reason)
         return outcome
 
 
 class _AsyncIdentity(_IdentifierInterceptor, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
-    def lost(self, reason: str) -> grpc.RpcError:
-        nothing = grpc.aio.Metadata()
-        return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, reason)
-
     async def intercept_unary_unary(
         self, continuation: Any, client_call_details: Any, request: Any
     ) -> Any:
@@ -272,7 +257,7 @@ class _AsyncIdentity(_IdentifierInterceptor, grpc.aio.UnaryUnaryClientIntercepto
         try:
             if not (reason := _not_primary(await call, self.address)):
                 return call
-            error = self.lost(reason)
+            error = _lost(reason)
         except grpc.aio.AioRpcError as failure:
             error = _without_call(failure)
         # Drop the call: the error's frames would keep it, and a closed channel goes on connecting

@@ -188,7 +188,8 @@ class Follower(TopologyMixin):
         """Fetch the topology within `patience`, or have it fetched soon."""
         pacing, now = self._pacing_of(source), self._now()
         if pacing.last is not None and now - pacing.answered_at < self._pace:
-            self._take_quietly(pacing.last)
+            with contextlib.suppress(TopologyError):
+                self._take(pacing.last)
             if self.advise(in_use) is Advice.MOVE:
                 return  # this topology is what started the recovery
         if pacing.refused(now) and not source.renewed:
@@ -268,20 +269,12 @@ class Follower(TopologyMixin):
         failure.__cause__ = kept
         return failure
 
-    def _take_quietly(self, found: Topology) -> None:
-        with contextlib.suppress(TopologyError):
-            self._take(found)
-
     def _take(self, found: Topology) -> None:
         before = self.topology
         if not self.accept(found):
             return
         self._record(f"version {found.version} of the topology is known", "info")
-        if before is not None:
-            self._tell(found)
-
-    def _tell(self, found: Topology) -> None:
-        if self.on_change is None:
+        if before is None or self.on_change is None:
             return
         try:
             self.on_change(found)

@@ -71,19 +71,14 @@ class Answer(NamedTuple):
 
 def place_of(url: str) -> HttpLocation:
     """Parse a URL; raise `ConfigError` if it is wrong."""
-    wrong = ""
-    try:
+    with contextlib.suppress(ValueError):  # its text may quote a password: it is not shown
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        # The error's own text is not shown: it may quote a password.
-        wrong, host, port = "its host or its port is wrong", None, None
-    if not wrong and (parts.scheme not in PORTS or not host):
-        wrong = "it must begin with http:// or https:// and name a host"
-    if wrong or not host:
-        raise ConfigError(f"the topology cannot be fetched from {redacted(url)!r}: {wrong}")
-    return HttpLocation(
-        parts.scheme, host, port or PORTS[parts.scheme], quote(parts.path, safe=_SAFE)
+        if parts.scheme in PORTS and parts.hostname:
+            port, path = parts.port or PORTS[parts.scheme], quote(parts.path, safe=_SAFE)
+            return HttpLocation(parts.scheme, parts.hostname, port, path)
+    raise ConfigError(
+        f"the topology cannot be fetched from {redacted(url)!r}: "
+        "it must begin with http:// or https://, and have a host and a valid port"
     )
 
 

@@ -89,13 +89,7 @@ class Topology:
     @property
     def primary(self) -> Member:
         """The first writable member; raises `TopologyError` if there is none."""
-        for member in self.members:
-            if member.writable:
-                return member
-        raise TopologyError(
-            f"version {self.version} of the topology has no primary: {self._listed()}; "
-            "the previous topology is kept until there is one"
-        )
+        return wanted(self, "primary")[0]
 
     @property
     def primaries(self) -> tuple[Member, ...]:
@@ -106,11 +100,6 @@ class Topology:
     def readable(self) -> tuple[Member, ...]:
         """The readable members."""
         return tuple(member for member in self.members if member.readable)
-
-    def _listed(self) -> str:
-        if not self.members:
-            return "it has no members"
-        return "none is writable among " + ", ".join(each.cluster_id for each in self.members)
 
 
 class Advice(Enum):
@@ -229,12 +218,7 @@ def pick(
         other. A single primary is always chosen.
     :param chance: chooses among equal primaries; without it, the first is chosen.
     """
-    if role == "primary" and not topology.equal:
-        return topology.primary
-    found = topology.primaries if role == "primary" else topology.readable
-    if not found:
-        what = "readable member" if role == "any" else "primary"
-        raise TopologyError(f"version {topology.version} of the topology has no {what}")
+    found = wanted(topology, role)
     known = latencies or {}
     addresses = {address_of(member): member for member in found}
     untried = [address for address in addresses if address not in avoid] or list(addresses)
@@ -284,8 +268,15 @@ class TopologyMixin:
 
 
 def wanted(topology: Topology, role: Role) -> tuple[Member, ...]:
-    """Return the members that a connection may lead to; raise if there is none."""
-    if role == "primary" and not topology.equal:
-        return (topology.primary,)
-    pick(topology, role)
-    return topology.primaries if role == "primary" else topology.readable
+    """Return the members that a connection may lead to; raise `TopologyError` if there is none."""
+    if role == "any":
+        found, what = topology.readable, "readable member: none is readable"
+    else:
+        found, what = topology.primaries, "primary: none is writable"
+    if not found:
+        names = ", ".join(each.cluster_id for each in topology.members) or "its 0 members"
+        raise TopologyError(
+            f"version {topology.version} of the topology has no {what} among {names}; "
+            "the previous topology is kept until there is one"
+        )
+    return found if role == "any" or topology.equal else found[:1]
