@@ -57,4 +57,3 @@ def test_the_health_that_a_part_reports_overrides_its_conditions() -> None:
     assert health.status(conditions(lit=False, ready=False)) == "starting"
     health.report("lamp", "failed")
     assert health.status(conditions(lit=False, ready=False)) == "failed"
-    assert repr(health) == "<PartHealth: lamp failed, http by its conditions>"

@@ -148,7 +148,3 @@ class Guarded:
         with self._guard_lock:
             if call in self._watchers:
                 self._watchers.remove(call)
-
-    def __repr__(self) -> str:
-        state = f"ended with {self.status}" if self.ended else f"pid {self.pid}"
-        return f"<Guarded {Path(self.command[0]).name} {state}, guard {self._process.pid}>"

@@ -16,6 +16,7 @@ f (0…1)    b · (1 + uniform in [-f, f)) a pause near b; 0.25 is b give or tak
 from __future__ import annotations
 
 import math
+from copy import copy
 from typing import Literal
 
 from ._clock import Clock
@@ -103,14 +104,9 @@ class Backoff:
 
     def fresh(self) -> Backoff:
         """Return a new backoff with the same settings and no failures."""
-        return Backoff(
-            self.start,
-            self.max,
-            factor=self.factor,
-            jitter=self.jitter,
-            max_attempts=self.max_attempts,
-            clock=self._clock,
-        )
+        fresh = copy(self)
+        fresh.succeed()
+        return fresh
 
     @property
     def retrying_for(self) -> float:

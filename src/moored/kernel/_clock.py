@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random, SystemRandom
 
 __all__ = ["Clock"]
 
-_system_random = random.SystemRandom()
+_system_random = SystemRandom()
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Clock:
     """Monotonic time, wall time and randomness, to be passed to code that has no clock of its own.
 
@@ -19,20 +21,12 @@ class Clock:
     virtual in a simulation), and elsewhere the system's.
     """
 
-    __slots__ = ("monotonic", "random", "wall")
-
-    def __init__(
-        self,
-        monotonic: Callable[[], float] = time.monotonic,
-        wall: Callable[[], float] = time.time,
-        random: random.Random = _system_random,
-    ) -> None:
-        #: Returns seconds that never decrease; only differences are meaningful.
-        self.monotonic = monotonic
-        #: Returns seconds since 1970; they may jump.
-        self.wall = wall
-        #: The source of all randomness.
-        self.random = random
+    #: Returns seconds that never decrease; only differences are meaningful.
+    monotonic: Callable[[], float] = time.monotonic
+    #: Returns seconds since 1970; they may jump.
+    wall: Callable[[], float] = time.time
+    #: The source of all randomness.
+    random: Random = _system_random
 
     @classmethod
     def current(cls) -> Clock:

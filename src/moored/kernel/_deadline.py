@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import dataclass
 from types import TracebackType
 
 from ._clock import Clock
@@ -13,6 +14,7 @@ from ._words import duration
 __all__ = ["Deadline"]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Deadline:
     """A point in time, made once and passed down, so that the steps share the remaining time.
 
@@ -20,12 +22,9 @@ class Deadline:
     current then; `enforce` works in any loop, because it uses only the remaining time.
     """
 
-    __slots__ = ("_at", "_clock", "_given")
-
-    def __init__(self, at: float, given: float, clock: Clock) -> None:
-        self._at = at
-        self._given = given
-        self._clock = clock
+    _at: float
+    _given: float
+    _clock: Clock
 
     @classmethod
     def after(cls, seconds: float | None, clock: Clock | None = None) -> Deadline:
@@ -82,15 +81,13 @@ class Deadline:
         )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Enforcement:
     """The block made by `Deadline.enforce`."""
 
-    __slots__ = ("_deadline", "_scope", "_what")
-
-    def __init__(self, deadline: Deadline, what: str) -> None:
-        self._deadline = deadline
-        self._what = what
-        self._scope: asyncio.Timeout | None = None
+    _deadline: Deadline
+    _what: str
+    _scope: asyncio.Timeout | None = None
 
     async def __aenter__(self) -> Deadline:
         self._deadline.check(self._what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Hashable
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from ._errors import FlightCancelled
@@ -14,13 +15,11 @@ __all__ = ["SingleFlight"]
 T = TypeVar("T")
 
 
+@dataclass(slots=True, eq=False)
 class _Flight(Generic[T]):
-    __slots__ = ("callers", "cancelled", "task")
-
-    def __init__(self, task: asyncio.Task[T]) -> None:
-        self.task = task
-        self.callers = 0
-        self.cancelled = False
+    task: asyncio.Task[T]
+    callers: int = 0
+    cancelled: bool = False
 
 
 class SingleFlight:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from asyncio import Future, Task
 from collections import deque
+from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 __all__ = ["KeyedStatistics", "Pump", "fail"]
@@ -35,21 +36,19 @@ class KeyedStatistics(NamedTuple):
     skipped: int
 
 
+@dataclass(slots=True, eq=False)
 class Pump(Generic[ItemT, R]):
     """The work of one key."""
 
-    __slots__ = ("cancelling", "first", "queue", "started", "task")
-
-    def __init__(self, first: Future[R]) -> None:
-        #: The future of the item that the pump was made for.
-        self.first = first
-        #: Whether the task has made its first step; from then on it is always in a handler.
-        self.started = False
-        #: Whether `cancel()` has cancelled the task, and the task has not yet noticed.
-        self.cancelling = False
-        # Most keys have one item at a time: the queue is made for the second.
-        self.queue: deque[tuple[ItemT, Future[R]]] | None = None
-        self.task: Task[None]
+    #: The future of the item that the pump was made for.
+    first: Future[R]
+    #: Whether the task has made its first step; from then on it is always in a handler.
+    started: bool = False
+    #: Whether `cancel()` has cancelled the task, and the task has not yet noticed.
+    cancelling: bool = False
+    # Most keys have one item at a time: the queue is made for the second.
+    queue: deque[tuple[ItemT, Future[R]]] | None = None
+    task: Task[None] = field(init=False)
 
     def take_waiting(self) -> list[Future[R]]:
         """Remove the items that have not been started, and return their futures."""

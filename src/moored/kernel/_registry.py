@@ -39,17 +39,15 @@ class Down:
     reason: Reason | str
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Registration(Generic[K, V]):
     """The registration of a key, until its owner ends or `unregister()` is called."""
 
-    __slots__ = ("_down", "_owned", "_registry", "key", "value")
-
-    def __init__(self, registry: Registry[K, V], key: K, value: V) -> None:
-        self._registry = registry
-        self._owned: Owned | None = None
-        self._down: list[asyncio.Future[Down]] | None = None
-        self.key = key
-        self.value = value
+    _registry: Registry[K, V]
+    key: K
+    value: V
+    _owned: Owned | None = None
+    _down: list[asyncio.Future[Down]] | None = None
 
     def unregister(self) -> None:
         """Free the key; harmless if it is free already or registered by another owner."""

@@ -151,8 +151,3 @@ class BrowserStreams:
 
     def __len__(self) -> int:
         return len(self._clients)
-
-    def __repr__(self) -> str:
-        now = self.statistics()
-        open_now = f"{now.clients} of {self._limit} streams"
-        return f"<BrowserStreams: {open_now}, {now.dropped} events dropped>"

@@ -100,10 +100,6 @@ class Connections:
             )
             self._warned_at, self._unreported = now, 0
 
-    def __repr__(self) -> str:
-        now = self.statistics()
-        return f"<Connections: {now.idle} idle, {now.timed_out} timed out, {now.refused} refused>"
-
 
 class _Connection(H11Protocol):
     """Uvicorn's protocol, with a timeout for the head of a request and a limit of connections."""

@@ -50,7 +50,3 @@ class PartHealth:
     def _state(self, part: str, conditions: Mapping[str, Condition]) -> Status:
         met = all(conditions[name].met for name in self._parts[part])
         return self._reported.get(part, "active" if met else "starting")
-
-    def __repr__(self) -> str:
-        said = (f"{part} {self._reported.get(part, 'by its conditions')}" for part in self._parts)
-        return f"<PartHealth: {', '.join(said)}>"

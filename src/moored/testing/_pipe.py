@@ -130,7 +130,3 @@ class Pipe:
         count, self.stalled = self.stalled, 0
         for _ in range(count):
             self._schedule()
-
-    def __repr__(self) -> str:
-        state = " broken" if self.broken else " stalled" if self.stalled else ""
-        return f"<Pipe {self.sender.address} -> {self.receiver.address}{state}>"

@@ -61,8 +61,8 @@ class ProxyConnection:
             self._state.add("refused")
             raise
         state, swallow = self._state, self._swallow
-        up = Flow("up", self._client, self._server, state=state, swallow=swallow)
-        down = Flow("down", self._server, self._client, state=state, swallow=swallow)
+        up = Flow("up", self._client, self._server, state, swallow)
+        down = Flow("down", self._server, self._client, state, swallow)
         try:
             async with asyncio.TaskGroup() as group:
                 for work in (up.read, up.write, down.read, down.write):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from moored.kernel import sleep_until
 
@@ -23,34 +24,29 @@ class ClosedByCut(Exception):
     """The connection has forwarded the bytes that its cut allows, and ends without a reset."""
 
 
+@dataclass(eq=False, repr=False)
 class Flow:
     """One direction: `read` and `write` run as two tasks, with a bounded queue between them."""
 
-    def __init__(
-        self,
-        direction: Direction,
-        source: socket.socket,
-        target: socket.socket,
-        *,
-        state: ProxyState,
-        swallow: Callable[[int], None],
-    ) -> None:
-        self._direction = direction
-        self._source = source
-        self._target = target
-        self._state = state
-        self._swallow = swallow
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[float, bytes | OSError]] = asyncio.Queue()
-        self._pending = 0
-        self._room = asyncio.Event()
+    _direction: Direction
+    _source: socket.socket
+    _target: socket.socket
+    _state: ProxyState
+    _swallow: Callable[[int], None]
+    _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    _queue: asyncio.Queue[tuple[float, bytes | OSError]] = field(default_factory=asyncio.Queue)
+    _pending: int = 0
+    _room: asyncio.Event = field(default_factory=asyncio.Event)
+    #: The bytes sent since `_cut` was set.
+    _carried: int = 0
+    _cut: Cut | None = None
+    #: When a throttled connection may send again.
+    _free_at: float = 0.0
+    #: Whether a black hole dropped bytes of this direction.
+    _lost_bytes: bool = False
+
+    def __post_init__(self) -> None:
         self._room.set()
-        self._carried = 0
-        #: When a throttled connection may send again.
-        self._free_at = 0.0
-        #: Whether a black hole dropped bytes of this direction.
-        self._lost_bytes = False
-        self._cut: Cut | None = None
 
     async def read(self) -> None:
         """Queue the bytes that arrive, and at last the end of the stream or the error."""

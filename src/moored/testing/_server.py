@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from contextvars import Context
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["SimServer", "SimSocket"]
 
 
+@dataclass(eq=False)
 class SimSocket:
     """The socket in `get_extra_info("socket")` and `Server.sockets`: addresses only."""
 
@@ -24,9 +26,8 @@ class SimSocket:
     type = socket.SOCK_STREAM
     proto = socket.IPPROTO_TCP
 
-    def __init__(self, name: tuple[str, int], peer: tuple[str, int] | None = None) -> None:
-        self._name = name
-        self._peer = peer
+    _name: tuple[str, int]
+    _peer: tuple[str, int] | None = None
 
     def getsockname(self) -> tuple[str, int]:
         """Return the address of this end."""
@@ -51,9 +52,6 @@ class SimSocket:
     def fileno(self) -> int:
         """Return -1: there is no file descriptor."""
         return -1
-
-    def __repr__(self) -> str:
-        return f"<SimSocket {self._name} -> {self._peer}>"
 
 
 class SimServer(asyncio.Server):
