@@ -6,6 +6,7 @@ import asyncio
 import gc
 import signal
 import threading
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 
 import pytest
@@ -15,6 +16,7 @@ from tests.servers import empty_database
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import SECRETS
+from moored.testing import scaled
 
 # A background job of a script ignores SIGINT, a job under nohup ignores SIGHUP, and child processes
 # inherit that; tests that send these signals need the handlers of a terminal.
@@ -32,13 +34,22 @@ def pytest_collection_finish() -> None:
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run tests marked `every_loop` once on asyncio's event loop and once on uvloop."""
+    """Run tests marked `every_loop` on asyncio's event loop and on uvloop.
+
+    Below full scale each test runs on one of them, half of the tests on uvloop, except those marked
+    `every_loop(always=True)`.
+    """
     factories: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
-        "asyncio": asyncio.new_event_loop
+        "asyncio": asyncio.new_event_loop,
+        "uvloop": uvloop.new_event_loop,
     }
-    if item.get_closest_marker("every_loop") is not None:
-        factories["uvloop"] = uvloop.new_event_loop
-    return factories
+    mark = item.get_closest_marker("every_loop")
+    if mark is None:
+        return {"asyncio": factories["asyncio"]}
+    if mark.kwargs.get("always") or scaled(100) >= 100:
+        return factories
+    chosen = "uvloop" if zlib.crc32(item.nodeid.encode()) % 2 else "asyncio"
+    return {chosen: factories[chosen]}
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 SLACK = 0.001
 
 
-@pytest.mark.every_loop
+@pytest.mark.every_loop(always=True)
 async def test_callbacks_run_in_order_and_not_before_their_time() -> None:
     timers, clock = Timers(), Clock.current()
     begin, done = clock.monotonic(), asyncio.Event()
@@ -37,7 +37,7 @@ async def test_callbacks_run_in_order_and_not_before_their_time() -> None:
     assert (len(timers), repr(timers)) == (0, "<Timers: 0 timers set>")
 
 
-@pytest.mark.every_loop
+@pytest.mark.every_loop(always=True)
 async def test_sleep_until_ends_when_the_clock_has_reached_the_time() -> None:
     clock = Clock.current()
     for step in range(10):

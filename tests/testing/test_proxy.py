@@ -339,7 +339,7 @@ async def test_latency_does_not_limit_the_bandwidth(proxy: FaultProxy) -> None:
     await close(streams[1])
 
 
-@pytest.mark.every_loop
+@pytest.mark.every_loop(always=True)
 async def test_throttle_counts_small_writes(proxy: FaultProxy) -> None:
     """The wait after each write is less than a millisecond, which uvloop rounds to zero."""
     loop = asyncio.get_running_loop()
