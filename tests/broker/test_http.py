@@ -19,7 +19,8 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from tests.broker.serving import ACME, KEYS, OTHER, reading, served
 
-from moored.broker import ApiKeys, Broker, BrokerApp, Jwt, MemorySource
+from moored.broker import ApiKeys, Broker, BrokerApp, Identity, Jwt, MemorySource
+from moored.testing import mutant
 
 pytestmark = pytest.mark.every_loop
 
@@ -170,7 +171,7 @@ async def test_stream_without_a_valid_token_is_refused(headers: Any, status: int
         assert "token" in answer.json()["error"]
 
 
-async def test_tenant_in_the_query_is_ignored() -> None:
+async def another_tenant_in_the_query() -> None:
     asked = {"tenant": OTHER, "org_id": OTHER}
     async with stage() as on, reading(on.url, params=asked) as acme:
         await on.subscribers(1)
@@ -179,6 +180,21 @@ async def test_tenant_in_the_query_is_ignored() -> None:
         found = await acme.next()
         assert found is not None
         assert found.json()["number"] == 2
+
+
+async def test_tenant_in_the_query_is_ignored() -> None:
+    await another_tenant_in_the_query()
+
+
+async def test_a_tenant_taken_from_the_query_is_caught() -> None:
+    async def from_query(self: BrokerApp, request: Any, **_: Any) -> Identity:
+        return Identity(request.query("tenant")[0])
+
+    with (
+        mutant(BrokerApp, "_identify", from_query, name="tenant from the query"),
+        pytest.raises(AssertionError),
+    ):
+        await another_tenant_in_the_query()
 
 
 async def test_unknown_channel_is_not_found_and_a_known_one_filters() -> None:

@@ -55,7 +55,7 @@ class _Refused(Exception):
         self.retry_after = retry_after
 
 
-class _Connection:
+class _HttpStream:
     """An open stream over HTTP."""
 
     __slots__ = ("expires", "last_sent", "stalled", "stream", "task", "writing_since")
@@ -105,7 +105,7 @@ class BrokerApp:
         self._retry = retry
         self._clock = clock or Clock.current()
         self._tickets = Tickets(clock=self._clock)
-        self._connections: dict[_Connection, None] = {}
+        self._connections: dict[_HttpStream, None] = {}
         self._tasks = Tasks()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -229,7 +229,7 @@ class BrokerApp:
         expires = None
         if identity.expires is not None:
             expires = loop.time() + identity.expires - self._clock.wall()
-        connection = _Connection(stream, expires, loop.time())
+        connection = _HttpStream(stream, expires, loop.time())
         self._connections[connection] = None
         if len(self._connections) == 1:
             self._tasks.start(self._tick(), name=f"{self.broker.name}-tick")
