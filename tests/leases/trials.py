@@ -31,7 +31,7 @@ class FleetTrials:
     ttl = 1.5
     #: Seconds between two kills, from and to, and the least number of kills.
     pause = (0.02, 0.2)
-    kills = 30
+    kills = scaled(30, least=12)
     #: Tokens per second, and the burst.
     rate = 100.0
     burst = 40
@@ -44,8 +44,9 @@ class FleetTrials:
         with Fleet(url, tmp_path, ttl=self.ttl) as fleet:
             storm(
                 fleet,
+                workers=scaled(20, least=14),
                 limit=LIMIT,
-                seconds=scaled(30, least=4),
+                seconds=scaled(30, least=2),
                 seed=base_seed(),
                 pause=self.pause,
                 kills=self.kills,
@@ -63,7 +64,9 @@ class FleetTrials:
         with Fleet(url, tmp_path, ttl=self.ttl) as fleet:
             assert one_shot(fleet, workers=20, limit=LIMIT) == LIMIT
 
-    @pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (1, 10), (3, 5)])
+    @pytest.mark.parametrize(
+        ("tokens", "batch"), [(1, 1), pytest.param(1, 10, marks=pytest.mark.soak), (3, 5)]
+    )
     def test_no_window_exceeds_the_rate_limit(
         self, url: str, tmp_path: Path, tokens: int, batch: int
     ) -> None:
