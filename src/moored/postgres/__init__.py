@@ -18,6 +18,17 @@ from .decode import (
     Truncate,
     Update,
 )
+from .outbox import (
+    ConsumerLag,
+    ConsumerReplaced,
+    HeldBack,
+    Outbox,
+    OutboxBatch,
+    OutboxConsumer,
+    OutboxEvent,
+    OutboxStatus,
+    OutboxUpkeep,
+)
 from .report import ConnectionState, Health, Persistent, Status
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -29,6 +40,15 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Reset",
     "StackEvent",
     "Transaction",
+    # The outbox
+    "ConsumerLag",
+    "HeldBack",
+    "Outbox",
+    "OutboxBatch",
+    "OutboxConsumer",
+    "OutboxEvent",
+    "OutboxStatus",
+    "OutboxUpkeep",
     # State
     "ConnectionState",
     "Health",
@@ -49,6 +69,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Update",
     # Errors
     "ConfigurationError",
+    "ConsumerReplaced",
     "PostgresError",
     "DecodeError",
     "StateError",

@@ -2,20 +2,20 @@
 
 from ._consumer import OutboxConsumer
 from ._ddl import ddl, grants
-from ._outbox import Batch, Outbox, Upkeep
+from ._outbox import Outbox, OutboxBatch, OutboxUpkeep
 from ._reader import ConsumerReplaced, OutboxEvent
 from ._status import ConsumerLag, HeldBack, OutboxStatus
 
 __all__ = [
-    "Batch",
     "ConsumerLag",
     "ConsumerReplaced",
     "HeldBack",
     "Outbox",
+    "OutboxBatch",
     "OutboxConsumer",
     "OutboxEvent",
     "OutboxStatus",
-    "Upkeep",
+    "OutboxUpkeep",
     "ddl",
     "grants",
 ]

@@ -16,7 +16,7 @@ from moored.reservoir import PoolClosed
 
 from .._errors import PostgresError
 from ..consume import Reset
-from ._cursor import Cursor, Server
+from ._cursor import Cursor, OutboxState
 from ._publish import run
 from ._reader import ConsumerReplaced, OutboxEvent, Page, Reader, translated
 from ._wakes import Wakes
@@ -138,7 +138,7 @@ class OutboxConsumer:
         self._stored = await self._reader.attach(self.name, first, force=forced)
         self._read = self._acked = self._stored
 
-    def _first(self, server: Server) -> Cursor:
+    def _first(self, server: OutboxState) -> Cursor:
         return server.now() if self._start == "now" else server.oldest()
 
     async def _fill(self) -> None:
@@ -179,7 +179,7 @@ class OutboxConsumer:
             self._read = page.events[-1]._cursor
         return page.events
 
-    def _reset(self, reason: str, server: Server) -> None:
+    def _reset(self, reason: str, server: OutboxState) -> None:
         log.warning("consumer %r of the outbox is reset: %s", self.name, reason)
         self._open.clear()
         self._stored = None

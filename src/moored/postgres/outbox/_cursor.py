@@ -10,7 +10,7 @@ from typing import NamedTuple, Self
 
 from .._position import History
 
-__all__ = ["Cursor", "Server"]
+__all__ = ["Cursor", "OutboxState"]
 
 
 class Cursor(NamedTuple):
@@ -42,7 +42,7 @@ class Cursor(NamedTuple):
         return self.xid, self.id
 
 
-class Server(NamedTuple):
+class OutboxState(NamedTuple):
     """The state of the outbox at a server, at the time of a read."""
 
     history: History

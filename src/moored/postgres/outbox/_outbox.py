@@ -33,11 +33,11 @@ from . import _ddl
 from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer, more_events
 from ._cursor import Cursor
 from ._publish import check_schema, publish
-from ._reader import Connections, OutboxEvent, Reader
+from ._reader import OutboxEvent, PsycopgPool, Reader
 from ._status import OutboxStatus, read_status
-from ._wakes import Wakes, WakeUps
+from ._wakes import Wakes, WakeSource
 
-__all__ = ["Batch", "Outbox", "Upkeep"]
+__all__ = ["Outbox", "OutboxBatch", "OutboxUpkeep"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -47,7 +47,7 @@ UPKEEP_EVERY, UPKEEP_AGAIN = 600.0, 60.0
 WATCH_EVERY = 15.0
 #: A transaction that holds events back for so many seconds is logged.
 HELD_TOO_LONG = 60.0
-#: Connections of an outbox that was given a URL.
+#: PsycopgPool of an outbox that was given a URL.
 POOL_SIZE = 4
 
 _DAY = 86400.0
@@ -55,7 +55,7 @@ _DAY = 86400.0
 T = TypeVar("T")
 
 
-class Batch(NamedTuple):
+class OutboxBatch(NamedTuple):
     """Events after a cursor, in the total order, and where to continue."""
 
     events: list[OutboxEvent]
@@ -65,7 +65,7 @@ class Batch(NamedTuple):
     reset: Reset | None
 
 
-class Upkeep(NamedTuple):
+class OutboxUpkeep(NamedTuple):
     """The result of one run of the upkeep."""
 
     #: Partitions that were created for the next periods.
@@ -92,9 +92,9 @@ class Outbox:
 
     def __init__(
         self,
-        source: str | Connections,
+        source: str | PsycopgPool,
         *,
-        listener: WakeUps | None = None,
+        listener: WakeSource | None = None,
         schema: str = "moored",
         retain: float | None = 7 * _DAY,
         max_bytes: int | None = None,
@@ -216,7 +216,7 @@ class Outbox:
         limit: int = 500,
         channels: Sequence[str] = (),
         tenant: str | None = None,
-    ) -> Batch:
+    ) -> OutboxBatch:
         """Return the events after a cursor that can be read now; without one, from the oldest.
 
         If the cursor is of another server or is older than the retention, the batch has a `reset`
@@ -235,13 +235,13 @@ class Outbox:
             reason = page.server.refuses(cursor)
             if reason is None:
                 last = page.events[-1].cursor if page.events else str(cursor)
-                return Batch(page.events, last, None)
+                return OutboxBatch(page.events, last, None)
             cursor = page.server.oldest()
-        return Batch([], str(cursor), Reset(reason))
+        return OutboxBatch([], str(cursor), Reset(reason))
 
     async def tail(
         self, after: str | None = None, *, channels: Sequence[str] = ()
-    ) -> AsyncIterator[Batch]:
+    ) -> AsyncIterator[OutboxBatch]:
         """Yield the events of all tenants as they can be read, without a stored cursor.
 
         A batch with a `reset` has no events; the next ones continue with what is published then.
@@ -255,18 +255,18 @@ class Outbox:
         cursor = None if after is None else Cursor.parse(after)
         if cursor is None:
             cursor = (await self._reader.page(None, 0)).server.now()
-            yield Batch([], str(cursor), None)
+            yield OutboxBatch([], str(cursor), None)
         while True:
             woken = self.wakes.next()
             page = await self._reader.page(cursor, PAGE, channels)
             if (reason := page.server.refuses(cursor)) is not None:
                 cursor = page.server.now()
-                yield Batch([], str(cursor), Reset(reason))
+                yield OutboxBatch([], str(cursor), Reset(reason))
                 continue
             cursor = max(cursor, page.server.now()) if page.complete else page.events[-1]._cursor
             if page.events:
                 held.succeed()
-                yield Batch(page.events, str(cursor), None)
+                yield OutboxBatch(page.events, str(cursor), None)
             else:
                 await more_events(woken, held, page)
 
@@ -309,7 +309,7 @@ class Outbox:
     async def _run_ddl(self, text: str) -> None:
         await self._reader.run(sql.SQL(text))
 
-    async def upkeep(self) -> Upkeep:
+    async def upkeep(self) -> OutboxUpkeep:
         """Create the partitions of the next periods, and drop those beyond the retention.
 
         Of several processes, one does it at a time.
@@ -317,10 +317,10 @@ class Outbox:
         every = f"{self.partition} seconds"
         ((created,),) = await self._reader.run(_PARTITIONS, every=every)
         if self.retain is None:
-            return Upkeep(created, 0)
+            return OutboxUpkeep(created, 0)
         retain = f"{self.retain} seconds"
         ((dropped,),) = await self._reader.run(_PRUNE, retain=retain, max_bytes=self.max_bytes)
-        return Upkeep(created, dropped)
+        return OutboxUpkeep(created, dropped)
 
     async def status(self) -> OutboxStatus:
         """Query the size, the age, what holds delivery back, and how far consumers are behind."""

@@ -44,7 +44,7 @@ def encoded(payload: Any) -> str:
 def run(conn: Any, function: str, *values: str | None) -> Any:
     """Call a function with three arguments; returns an awaitable if the driver does.
 
-    Connections of asyncpg, and connections and sessions of SQLAlchemy, are recognized; all others
+    PsycopgPool of asyncpg, and connections and sessions of SQLAlchemy, are recognized; all others
     (psycopg's connections and cursors, Django's cursors) have `execute(query, values)`.
     """
     packages = {each.__module__.partition(".")[0] for each in type(conn).__mro__}

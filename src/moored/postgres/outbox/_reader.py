@@ -13,13 +13,13 @@ from psycopg import AsyncClientCursor, sql
 
 from .._errors import ConfigurationError, PostgresError
 from .._position import History
-from ._cursor import Cursor, Server
+from ._cursor import Cursor, OutboxState
 from ._ddl import VERSION
 
 if TYPE_CHECKING:
     from ._consumer import OutboxConsumer
 
-__all__ = ["Connections", "ConsumerReplaced", "OutboxEvent", "Page", "Reader"]
+__all__ = ["ConsumerReplaced", "OutboxEvent", "Page", "PsycopgPool", "Reader"]
 
 #: The payloads of one page have about so many bytes at most; a larger one has a page of its own.
 PAGE_BYTES = 4 << 20
@@ -28,23 +28,24 @@ PAGE_BYTES = 4 << 20
 # locks of the SELECT, which could then miss both a dropped partition and the new floor.
 _READ = """
 set transaction isolation level read committed;
-select v.version, v.floor_xid::text, v.floor_id, b.system_id::text, b.timeline,
-    b.xmin::text, b.xmax::text,
-    exists (
-        select from {schema}.outbox o
-        where o.xid = %(xid)s::xid8 and o.id = %(id)s
-            and (extract(epoch from o.at) * 1000000)::bigint = %(mark)s
-    ),
-    exists (select from {schema}.outbox o where o.xid >= b.xmin),
-    e.total, e.xid::text, e.id, e.tenant, e.channel, e.payload, e.at,
+with server as materialized (
+    select v.version, v.floor_xid::text, v.floor_id,
+        (select system_identifier::text from pg_control_system()) as system_id,
+        ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int as timeline,
+        pg_snapshot_xmin(pg_current_snapshot())::text as xmin,
+        pg_snapshot_xmax(pg_current_snapshot())::text as xmax,
+        exists (
+            select from {schema}.outbox o
+            where o.xid = %(xid)s::xid8 and o.id = %(id)s
+                and (extract(epoch from o.at) * 1000000)::bigint = %(mark)s
+        ) as found,
+        coalesce((select o.xid from {schema}.outbox o order by o.xid desc, o.id desc limit 1)
+            >= pg_snapshot_xmin(pg_current_snapshot()), false) as held
+    from {schema}.outbox_state v
+)
+select server.*, e.total, e.xid::text, e.id, e.tenant, e.channel, e.payload, e.at,
     (extract(epoch from e.at) * 1000000)::bigint
-from {schema}.outbox_state v
-cross join (
-    select pg_snapshot_xmin(pg_current_snapshot()) as xmin,
-        pg_snapshot_xmax(pg_current_snapshot()) as xmax,
-        (select system_identifier from pg_control_system()) as system_id,
-        ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int as timeline
-) as b
+from server
 left join lateral (
     select p.*, count(*) over () as total,
         sum(octet_length(p.payload)) over (order by p.xid, p.id) - octet_length(p.payload) as size
@@ -73,7 +74,7 @@ _MOVED = "MO001"
 _MISSING = ("42P01", "3F000", "42883", "42703")
 
 
-class Connections(Protocol):
+class PsycopgPool(Protocol):
     """A pool of psycopg connections: of the reservoir, of psycopg_pool, or a `Postgres`."""
 
     def connection(self) -> AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]:
@@ -147,7 +148,7 @@ class OutboxEvent:
 class Page(NamedTuple):
     """The events after a cursor, and the state of the outbox when they were read."""
 
-    server: Server
+    server: OutboxState
     events: list[OutboxEvent]
     #: Whether there were no further events that could be read.
     complete: bool
@@ -156,7 +157,7 @@ class Page(NamedTuple):
 class Reader:
     """Runs the statements on pooled connections."""
 
-    def __init__(self, connections: Connections, schema: str) -> None:
+    def __init__(self, connections: PsycopgPool, schema: str) -> None:
         self._connections = connections
         self._schema = sql.Identifier(schema)
 
@@ -224,7 +225,7 @@ def translated(error: Exception) -> Exception:
     return error
 
 
-def _server(row: Sequence[Any]) -> Server:
+def _server(row: Sequence[Any]) -> OutboxState:
     version, floor_xid, floor_id, system_id, timeline, xmin, xmax, found, held = row
     if version != VERSION:
         raise ConfigurationError(
@@ -232,7 +233,7 @@ def _server(row: Sequence[Any]) -> Server:
             + ("run `moored outbox install`" if version < VERSION else "update this program")
         )
     floor = (int(floor_xid), floor_id)
-    return Server(History(system_id, timeline), int(xmin), int(xmax), floor, found, held)
+    return OutboxState(History(system_id, timeline), int(xmin), int(xmax), floor, found, held)
 
 
 def _event(history: History, row: Sequence[Any]) -> OutboxEvent:

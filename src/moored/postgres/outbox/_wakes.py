@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from moored.kernel import Clock, Context, describe
 
-__all__ = ["WakeUps", "Wakes"]
+__all__ = ["WakeSource", "Wakes"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -18,7 +18,7 @@ log = logging.getLogger("moored.postgres")
 POLL, POLL_DOWN = 30.0, 1.0
 
 
-class WakeUps(Protocol):
+class WakeSource(Protocol):
     """A source of notifications, such as a `Listener`."""
 
     @property
@@ -34,7 +34,7 @@ class WakeUps(Protocol):
 class Wakes:
     """Wakes all consumers of an outbox, at each notification and at each poll."""
 
-    def __init__(self, source: WakeUps | None, channel: str) -> None:
+    def __init__(self, source: WakeSource | None, channel: str) -> None:
         self._source = source
         self._channel = channel
         self._subscribed = False
