@@ -78,7 +78,9 @@ class Assembler:
         return done, place
 
     def _keep_rows(self, messages: list[bytes]) -> None:
-        self._current("a change of a row").body.extend(messages)
+        if self._now is None:
+            raise DecodeError("a change of a row outside of a transaction")
+        self._now.body.extend(messages)
 
     def feed(self, data: bytes) -> Committed | None:
         """Take one message, with its XLogData header; return a transaction that it completes."""
@@ -88,7 +90,8 @@ class Assembler:
             raise DecodeError("a message of the stream is empty") from None
         now = self._now
         if kind == _BEGIN:
-            _expect_size("a begin", data, _BEGIN_SIZE)
+            if len(data) != _BEGIN_SIZE:
+                raise DecodeError(f"a begin has {len(data)} bytes instead of {_BEGIN_SIZE}")
             if now is not None:
                 raise DecodeError(f"a transaction begins within transaction {now.xid}")
             lsn, _, xid = _begin(data, HEADER + 1)
@@ -96,8 +99,10 @@ class Assembler:
             now.commit_lsn = lsn
             return None
         if kind == _COMMIT:
-            _expect_size("a commit", data, _COMMIT_SIZE)
-            now = self._current("a commit")
+            if len(data) != _COMMIT_SIZE:
+                raise DecodeError(f"a commit has {len(data)} bytes instead of {_COMMIT_SIZE}")
+            if now is None:
+                raise DecodeError("a commit outside of a transaction")
             lsn, now.end_lsn, now.time = _places(data, HEADER + 2)
             if lsn != now.commit_lsn or now.end_lsn < lsn:
                 raise DecodeError(
@@ -142,8 +147,3 @@ class Assembler:
         # The time of the message is not sent: use the time at which the server has sent it.
         (sent_at,) = _sent_at(data, HEADER - 8)
         return Committed(0, body, self._relations).complete(message.lsn, message.lsn, sent_at)
-
-
-def _expect_size(what: str, data: bytes, size: int) -> None:
-    if len(data) != size:
-        raise DecodeError(f"{what} has {len(data) - HEADER} bytes instead of {size - HEADER}")
