@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import InitVar, dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
-from psycopg import pq
-from psycopg.conninfo import conninfo_to_dict
 
 from moored.kernel import SECRETS, awaited, in_thread, run_callback
 
 from ._asyncpg import AsyncpgDriver
 from ._budget import Destination
+from ._conninfo import resolve
 from ._driver import Connect, Driver, Hooks
 from ._find_driver import driver_of
 from ._psycopg import PsycopgDriver
@@ -26,51 +26,42 @@ Conninfo = str | Callable[[], str | Awaitable[str]]
 Options = Mapping[str, Any] | Callable[[], Mapping[str, Any] | Awaitable[Mapping[str, Any]]]
 
 
+@dataclass(eq=False, repr=False, kw_only=True)
 class Recipe:
     """Opens connections: calls the conninfo functions, adds the token, and calls the driver.
 
     A driver for threads is called in a thread, so that it never blocks the loop.
     """
 
-    def __init__(
-        self,
-        conninfo: Conninfo,
-        options: Options | None,
-        *,
-        connect: Connect | None,
-        connection_class: type | None,
-        hooks: Hooks,
-        tokens: Tokens | None,
-        endpoint: str | None,
-        asynchronous: bool,
-        connect_timeout: float,
-        name: str,
-    ) -> None:
-        self._conninfo = conninfo
-        self._options = options
-        self._connect = connect
-        self._hooks = hooks
-        self.tokens = tokens
-        self._endpoint = endpoint
-        self.asynchronous = asynchronous
-        self._connect_timeout = connect_timeout
-        self._name = name
-        self._first: tuple[str, dict[str, Any]] | None = None
-        #: Called when the driver is known.
-        self.on_driver: Callable[[], None] = lambda: None
-        driver = driver_of(connect, connection_class, asynchronous=asynchronous)
-        self.known = driver is not None
-        self.driver: Driver = Driver(connect or (lambda: None))
-        if driver is not None:
-            self._use(driver)
+    conninfo: Conninfo
+    kwargs: Options | None
+    connector: Connect | None
+    connection_class: InitVar[type | None]
+    hooks: Hooks
+    tokens: Tokens | None
+    #: The server's name in leases and rate limits, if the user gives one.
+    address: str | None
+    asynchronous: bool
+    connect_timeout: float
+    name: str
+    #: Called when the driver is known.
+    on_driver: Callable[[], None] = lambda: None
+    known: bool = False
+    _first: tuple[str, dict[str, Any]] | None = None
+
+    def __post_init__(self, connection_class: type | None) -> None:
+        self.driver = Driver(self.connector or (lambda: None))
+        found = driver_of(self.connector, connection_class, asynchronous=self.asynchronous)
+        if found is not None:
+            self._use(found)
 
     @property
     def place(self) -> str:
         """The server and database, without user and password; empty if unknown."""
-        if self._endpoint is not None or not isinstance(self._conninfo, str):
-            return self._endpoint or ""
-        options = self._options if isinstance(self._options, Mapping) else {}
-        return _place_of(self._conninfo, options)
+        if self.address is not None or not isinstance(self.conninfo, str):
+            return self.address or ""
+        options = self.kwargs if isinstance(self.kwargs, Mapping) else {}
+        return _place_of(self.conninfo, options)
 
     def _use(self, driver: Driver) -> None:
         wanted = "asyncio" if self.asynchronous else "threads"
@@ -79,24 +70,24 @@ class Recipe:
                 f"{driver.name} is a driver for {driver.kind}, but this pool is for {wanted}: use "
                 f"{'ConnectionPool' if self.asynchronous else 'AsyncConnectionPool'}"
             )
-        self.driver = self._hooks.apply_to(driver)
+        self.driver = self.hooks.apply_to(driver)
         self.known = True
         self.on_driver()
 
     async def endpoint(self) -> Destination:
         """Return the server and the user; the pool's name stands in for an unknown server."""
-        if self._endpoint is not None:
-            return Destination(self._endpoint)
+        if self.address is not None:
+            return Destination(self.address)
         text, options = self._first = await self._parameters()
         libpq = isinstance(self.driver, PsycopgDriver | AsyncpgDriver)
-        return _endpoint_of(text, options, libpq=libpq) or Destination(self._name)
+        return _endpoint_of(text, options, libpq=libpq) or Destination(self.name)
 
     async def connect_in_time(
         self, token: str | None, close: Callable[[Any], Awaitable[None]]
     ) -> Any:
         """Open a connection within `connect_timeout`; leave none behind if cancelled."""
         if self.asynchronous:
-            async with asyncio.timeout(self._connect_timeout):
+            async with asyncio.timeout(self.connect_timeout):
                 return await self.connect(token)
         # A thread cannot be cancelled: the connection that it opens must be closed, and it counts,
         # with its lease, until then.
@@ -117,11 +108,11 @@ class Recipe:
         SECRETS.add_from(conninfo)
         SECRETS.add(str(options.get("password") or ""))
         if isinstance(self.driver, PsycopgDriver):
-            options.setdefault("connect_timeout", max(2, round(self._connect_timeout)))
+            options.setdefault("connect_timeout", max(2, round(self.connect_timeout)))
         conn = await self._call(conninfo, options)
         if not self.known:
             try:
-                found = driver_of(self._connect, asynchronous=self.asynchronous, sample=conn)
+                found = driver_of(self.connector, asynchronous=self.asynchronous, sample=conn)
                 assert found is not None
                 self._use(found)
             except BaseException:
@@ -130,15 +121,15 @@ class Recipe:
         return conn
 
     async def _parameters(self) -> tuple[str, dict[str, Any]]:
-        text = str(await self._resolve(self._conninfo) or "")
-        return text, dict(await self._resolve(self._options) or {})
+        text = str(await self._resolve(self.conninfo) or "")
+        return text, dict(await self._resolve(self.kwargs) or {})
 
     async def _call(self, conninfo: str, options: dict[str, Any]) -> Any:
         if self.asynchronous:
             return await awaited(self.driver.connect(conninfo, options))
         return await in_thread(
             lambda: self.driver.connect(conninfo, options),
-            name=f"{self._name}-connect",
+            name=f"{self.name}-connect",
             unwanted=self.driver.close,
         )
 
@@ -147,7 +138,7 @@ class Recipe:
             return value
         if self.asynchronous:
             return await awaited(value())
-        return await run_callback(value, name=f"{self._name}-conninfo")
+        return await run_callback(value, name=f"{self.name}-conninfo")
 
 
 def _endpoint_of(
@@ -189,17 +180,3 @@ def _place_of(conninfo: str, options: Mapping[str, Any]) -> str:
         place += f":{found['port']}"
     database = found.get("dbname") or found.get("database")
     return f"{place}/{database}" if database else place
-
-
-def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all connection parameters as libpq does: those given, the environment's, defaults.
-
-    The parameters of a service in a service file are not known; its name stands in for the host.
-    """
-    given = {**conninfo_to_dict(conninfo), **options}
-    given = {name: value for name, value in given.items() if value not in (None, "")}
-    defaults = {
-        one.keyword.decode(): one.val.decode() for one in pq.Conninfo.get_defaults() if one.val
-    }
-    named = {"host": f"service {given['service']}"} if "service" in given else {}
-    return {**defaults, **named, **given}
