@@ -20,7 +20,6 @@ from moored.kernel import (
     KeyedWorkError,
     KeyedWorkers,
     QueueFull,
-    Recorder,
     WaitTimeout,
     WorkCancelled,
     WorkerCrashed,
@@ -201,17 +200,6 @@ async def test_items_behind_a_failed_one_each_have_their_own_error(
     desk.fail("a", ValueError("no"))
     outcomes = await asyncio.gather(*futures, return_exceptions=True)
     assert len({id(outcome) for outcome in outcomes}) == 3
-
-
-async def test_failures_are_recorded(desk: Desk) -> None:
-    recorder = Recorder()
-    workers = KeyedWorkers(desk, name="desk", recorder=recorder)
-    futures = [workers.submit("k", item) for item in "abc"]
-    desk.fail("a", ValueError("no"))
-    await asyncio.wait(futures)
-    (event,) = recorder.events("desk")
-    assert event.text == "an item of 'k' failed, 2 more not started"
-    assert event.because == ("no (ValueError)",)
 
 
 async def test_a_full_queue_is_refused_with_numbers(desk: Desk) -> None:

@@ -22,7 +22,6 @@ from typing import Generic, TypeVar
 
 from ._errors import KeyedWorkError, QueueFull, WaitTimeout, WorkCancelled, WorkerCrashed
 from ._pump import KeyedStatistics, Pump, fail
-from ._recorder import Recorder
 from ._tasks import start_task
 from ._words import counted, describe, refuse
 
@@ -37,8 +36,8 @@ class KeyedWorkers(Generic[K, ItemT, R]):
     """Runs `handler(key, item)` for each submitted item.
 
     `max_queue` limits the items that wait for one key, so that a stuck key raises `QueueFull`
-    instead of filling the memory. With a recorder, failures are recorded under `name`. A handler
-    runs with the context variables of the caller that submitted the first item of the pump.
+    instead of filling the memory. A handler runs with the context variables of the caller that
+    submitted the first item of the pump.
     """
 
     def __init__(
@@ -47,14 +46,12 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         *,
         max_queue: int = 1000,
         name: str = "workers",
-        recorder: Recorder | None = None,
     ) -> None:
         wrong = [] if max_queue >= 1 else [f"max_queue={max_queue!r} must be at least 1"]
         refuse(f"KeyedWorkers {name!r}", wrong)
         self.name = name
         self.max_queue = max_queue
         self._handler = handler
-        self._recorder = recorder
         self._pumps: dict[K, Pump[ItemT, R]] = {}
         self._unstarted: list[Pump[ItemT, R]] = []
         self._drained: list[Future[None]] = []
@@ -66,7 +63,7 @@ class KeyedWorkers(Generic[K, ItemT, R]):
         """Queue the item behind the others of its key; returns the future of its outcome.
 
         Raises `QueueFull` if `max_queue` items wait already. The future need not be awaited:
-        failures are counted, and recorded if there is a recorder.
+        failures are counted.
         """
         if self._closed:
             raise KeyedWorkError(f"{self.name} is closed and accepts no more work")
@@ -231,22 +228,17 @@ class KeyedWorkers(Generic[K, ItemT, R]):
     def _crash(self, key: K, pump: Pump[ItemT, R], future: Future[R], error: BaseException) -> None:
         self._failed += 1
         fail(future, error)
-        more = 0
         for each in pump.take_waiting():
             if each.cancelled():
                 self._skipped += 1
                 continue
-            more += 1
+            self._crashed += 1
             crashed = WorkerCrashed(
                 f"{self.name}: an earlier item of {key!r} failed: {describe(error)}; "
                 "this one was not started: submit it again if it is still needed"
             )
             crashed.__cause__ = error
             fail(each, crashed)
-        self._crashed += more
-        if self._recorder is not None:
-            text = f"an item of {key!r} failed, {more} more not started"
-            self._recorder.record(self.name, text, kind="failure", cause=error)
         self._stop(key)
 
     def _continue_after_cancel(self, key: K, pump: Pump[ItemT, R]) -> bool:

@@ -206,10 +206,8 @@ class Supervisor:
         runner = ChildRunner(self, child)
         operation = self._add(runner)
         try:
-            return await asyncio.shield(operation)
+            return await self._outcome(operation, runner)
         except asyncio.CancelledError:
-            if operation.cancelled() and not _cancelling():
-                raise self._stopped(runner) from None
             operation.cancel()
             removal = self._operate(self._remove(runner), "stop " + child.name)
             if not self._runs_caller():
@@ -326,11 +324,8 @@ class Supervisor:
             return await asyncio.shield(operation)
         except asyncio.CancelledError:
             if operation.cancelled() and not _cancelling():
-                raise self._stopped(runner) from None
+                raise NotRunning(f"{runner.path} was stopped before it had started") from None
             raise
-
-    def _stopped(self, runner: ChildRunner) -> NotRunning:
-        return NotRunning(f"{runner.path} was stopped before it had started")
 
     def _on_end(self, runner: ChildRunner, reason: Reason) -> None:
         if self._stopping is not None:

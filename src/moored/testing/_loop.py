@@ -44,8 +44,6 @@ Ts = TypeVarTuple("Ts")
 #: Wall time at the start of every schedule: 2026-01-01 00:00:00 UTC.
 EPOCH = 1_767_225_600.0
 
-_COMPACT_AT = 64
-
 
 class ScheduleOptions(TypedDict, total=False):
     """The options of a schedule, which `SimLoop` describes."""
@@ -104,7 +102,6 @@ class SimLoop(LoopIO, asyncio.BaseEventLoop):
         self._turns_now = 0
         self._serial = 0
         self._timers: list[tuple[float, int, asyncio.Handle]] = []
-        self._cancelled_timers = 0
         #: Tasks of killed processes, and those that a host started: the collection of a pending
         #: task is reported as a defect.
         self.kept: dict[asyncio.Task[Any], None] = {}
@@ -149,13 +146,6 @@ class SimLoop(LoopIO, asyncio.BaseEventLoop):
             when = self._drift.fires_at(when, self._now)
         heapq.heappush(self._timers, (when, self.number(), timer))
         return timer
-
-    def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        self._cancelled_timers += 1
-        if self._cancelled_timers > max(_COMPACT_AT, len(self._timers) // 2):
-            self._timers = [timer for timer in self._timers if not timer[2]._cancelled]
-            heapq.heapify(self._timers)
-            self._cancelled_timers = 0
 
     # Tasks
 
@@ -256,15 +246,13 @@ class SimLoop(LoopIO, asyncio.BaseEventLoop):
         ready, timers = self._ready, self._timers
         while timers:
             when, _, handle = timers[0]
-            if handle._cancelled:
-                self._cancelled_timers -= 1
-            elif when <= self._now:
+            if not handle._cancelled:
+                if when > self._now:
+                    if ready or self._stopping:
+                        return
+                    self._advance(when)
+                    continue
                 ready.append(handle)
-            elif ready or self._stopping:
-                return
-            else:
-                self._advance(when)
-                continue
             heapq.heappop(timers)
         if not ready and not self._stopping:
             raise self._stuck(Deadlock, "no task is ready and no timer is set")

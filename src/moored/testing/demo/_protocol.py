@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moored.sessions import (
@@ -253,42 +253,34 @@ def _reason(frame: Frame) -> str:
     return text_of(frame, "reason") if "reason" in frame else ""
 
 
+@dataclass(eq=False, repr=False)
 class Demo(Protocol):
-    """A small protocol with all optional features, for docs, demos and simulations.
+    """A small protocol with all optional features, for docs, demos and simulations."""
 
-    :param server: a `DemoServer` of this process, or the endpoint of one.
-    :param cumulative: the server confirms by counts, not by ids.
-    :param resume: unconfirmed sends are resumed over the next link, and the server accepts each id
-        once.
-    """
+    #: A `DemoServer` of this process, or the endpoint of one.
+    server: DemoServer | Endpoint
+    _: KW_ONLY
+    #: The server confirms by counts, not by ids.
+    cumulative: bool = False
+    #: Unconfirmed sends are resumed over the next link, and the server accepts each id once.
+    resume: bool = False
+    keepalive: float | None = 30.0
+    patience: float = 5.0
+    version: int = VERSION
 
     name = "demo"
     features = frozenset(Feature) - {Feature.SUBSCRIPTIONS}
     redelivers = "always"
     outlives = True
 
-    def __init__(
-        self,
-        server: DemoServer | Endpoint,
-        *,
-        cumulative: bool = False,
-        resume: bool = False,
-        keepalive: float | None = 30.0,
-        patience: float = 5.0,
-        version: int = VERSION,
-    ) -> None:
-        self._server = server
-        self.cumulative = cumulative
-        self.resumes = resume
-        self.keepalive = keepalive
-        self.patience = patience
+    def __post_init__(self) -> None:
+        self.resumes = self.resume
         self.steps = _STEPS
-        self._version = version
 
     @property
     def endpoint(self) -> Endpoint:
         """The server to connect to."""
-        endpoint = getattr(self._server, "endpoint", self._server)
+        endpoint = getattr(self.server, "endpoint", self.server)
         assert hasattr(endpoint, "dial")
         return endpoint
 
@@ -300,7 +292,7 @@ class Demo(Protocol):
         self, profile: str, credentials: bytes | None, memory: DemoMemory | None
     ) -> DemoDialogue:
         """Return a dialogue for a new link."""
-        return DemoDialogue(profile, credentials, memory, self.cumulative, self._version)
+        return DemoDialogue(profile, credentials, memory, self.cumulative, self.version)
 
     def question(self, what: str, **details: Any) -> Any:
         """Return a query; a presence is a `Notice`, which is not answered."""
