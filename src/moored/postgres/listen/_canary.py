@@ -88,7 +88,7 @@ class Canary:
         if failure := sending.result() if sending.done() else "it does not answer":
             return failure
         try:
-            await direct.until(arrived, "a canary")
+            await direct.until(arrived, "a canary", notifications=True)
         except TimeoutError:
             self._suspect = True
             self._figures.canaries_lost += 1
@@ -128,7 +128,10 @@ class Canary:
             try:
                 failure = await self.send(direct, path)
             except CanaryLost as lost:
-                raise _refusal(pooler) from lost
+                # An answer comes after every earlier notification, and shows that the link works.
+                await direct.query("SELECT 1")
+                if self._arrived is None or not self._arrived.done():
+                    raise _refusal(pooler) from lost
             if failure is None:
                 self._suspect = False
                 break

@@ -56,7 +56,7 @@ class DirectConnection:
         #: Gets an exception when the connection is lost.
         self.lost: asyncio.Future[None] = self._loop.create_future()
         self._receive = receive
-        self._reads = 0
+        self._reads = self._notifications = 0
         self._answer: asyncio.Future[bytes | None] | None = None
 
     async def query(self, sql: str) -> bytes | None:
@@ -67,15 +67,25 @@ class DirectConnection:
         await self.until(answer, "a statement")
         return answer.result()
 
-    async def until(self, event: asyncio.Future[Any], what: str) -> None:
-        """Wait for an event; raise if the connection is lost, or silent for `SILENCE` seconds."""
+    async def until(
+        self, event: asyncio.Future[Any], what: str, *, notifications: bool = False
+    ) -> None:
+        """Wait for an event; raise if the connection is lost, or silent for `SILENCE` seconds.
+
+        :param notifications: count only notifications as a sign of life.
+        """
+
+        def heard() -> int:
+            return self._notifications if notifications else self._reads
+
         while not event.done():
-            reads = self._reads
+            before = heard()
             await asyncio.wait({event, self.lost}, timeout=SILENCE, return_when="FIRST_COMPLETED")
             if self.lost.done():
                 return self.lost.result()
             # The loop may have been late itself: what waits in the socket counts.
-            if not event.done() and self._reads == reads and not self._read_late():
+            self._read_late()
+            if not event.done() and heard() == before:
                 raise TimeoutError(f"no answer to {what} within {SILENCE:g} s")
         return None
 
@@ -88,8 +98,8 @@ class DirectConnection:
     def _send(self, sql: bytes) -> None:
         raise NotImplementedError
 
-    def _read_late(self) -> bool:
-        """Take what has arrived unnoticed by the event loop; return whether there was anything."""
+    def _read_late(self) -> None:
+        """Take what has arrived unnoticed by the event loop."""
         raise NotImplementedError
 
     def _finish(self) -> None:
@@ -144,13 +154,11 @@ class PsycopgConnection(DirectConnection):
         else:
             self._loop.remove_writer(self._socket)
 
-    def _read_late(self) -> bool:
+    def _read_late(self) -> None:
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         if ready.poll(0):
             self._read()
-            return True
-        return False
 
     def _read(self) -> None:
         if self.lost.done():
@@ -167,6 +175,7 @@ class PsycopgConnection(DirectConnection):
             self._take_results()
         # Notifications that came before the end of the stream are still delivered.
         while (found := self._pgconn.notifies()) is not None:
+            self._notifications += 1
             self._receive(Notification(_text(found.relname), _text(found.extra), found.be_pid))
         if error is not None:
             self._stop_watching()

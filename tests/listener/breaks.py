@@ -1,0 +1,149 @@
+"""A network between the listener and the server that swallows packets, and servers for breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import itertools
+import os
+import socket
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.conninfo import conninfo_to_dict
+
+from moored.postgres.listen import Gap, Listener, Notification, Subscription
+
+__all__ = ["LIMIT", "BlackHole", "black_hole", "listener_pids", "next_event", "run_sql", "until"]
+
+#: How long anything may take that takes at most 10 s on an idle machine.
+LIMIT = 30.0
+_numbers = itertools.count(os.getpid() % 200 * 10)
+
+
+async def run_sql(url: str, sql: str) -> list[Any]:
+    """Run a statement on a connection of the test's own."""
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        cursor = await conn.execute(sql.encode())
+        return [] if cursor.description is None else await cursor.fetchall()
+
+
+async def listener_pids(url: str, name: str = "moored listener") -> list[int]:
+    """The server processes of listeners with this application name."""
+    query = f"select pid from pg_stat_activity where application_name = '{name}'"
+    return [pid for (pid,) in await run_sql(url, query)]
+
+
+async def next_event(events: Subscription, limit: float = LIMIT) -> Notification | Gap:
+    """The next event of a subscription."""
+    return await asyncio.wait_for(anext(events), limit)
+
+
+async def until(condition: Callable[[], Awaitable[object]], limit: float = LIMIT) -> None:
+    """Poll until a condition is true."""
+    async with asyncio.timeout(limit):
+        while not await condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.02)
+
+
+async def until_down(listener: Listener) -> None:
+    """Wait until the listener has noticed that its connection is lost."""
+    await listener.monitor.wait_until(lambda health: not listener.up, LIMIT)
+
+
+class BlackHole:
+    """A link that can be cut without a packet for either side.
+
+    A relay accepts connections in a network namespace, and passes them on to the server; the link
+    between the two namespaces is cut. The relay is beyond the cut, so nobody answers keepalives.
+    """
+
+    def __init__(self, url: str, name: str, host: str, port: int) -> None:
+        self._name = name
+        known = conninfo_to_dict(url)
+        self._server = str(known["host"]), int(str(known["port"]))
+        self.url = url.replace(f"{known['host']}:{known['port']}", f"{host}:{port}")
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def cut(self) -> None:
+        """Drop every packet, in both directions."""
+        _run("ip", "-n", self._name, "link", "set", f"{self._name}b", "down")
+
+    def heal(self) -> None:
+        """Pass packets on again."""
+        _run("ip", "-n", self._name, "link", "set", f"{self._name}b", "up")
+
+    async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Pass the bytes of one connection on, in both directions."""
+        with contextlib.suppress(OSError):
+            to_reader, to_writer = await asyncio.open_connection(*self._server)
+            try:
+                await asyncio.wait(
+                    [
+                        asyncio.create_task(_pump(reader, to_writer)),
+                        asyncio.create_task(_pump(to_reader, writer)),
+                    ],
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                to_writer.transport.abort()
+                writer.transport.abort()
+
+
+async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
+
+
+@asynccontextmanager
+async def black_hole(url: str) -> AsyncIterator[BlackHole]:
+    """A path to the server that can be cut silently."""
+    number = next(_numbers) % 250
+    name, ours, theirs = f"mrd{number}", f"10.213.{number}.1", f"10.213.{number}.2"
+    try:
+        _run("ip", "netns", "add", name)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("network namespaces need root and the program ip")
+    try:
+        _run("ip", "link", "add", f"{name}a", "type", "veth", "peer", f"{name}b", "netns", name)
+        _run("ip", "address", "add", f"{ours}/30", "dev", f"{name}a")
+        _run("ip", "link", "set", f"{name}a", "up")
+        _run("ip", "-n", name, "address", "add", f"{theirs}/30", "dev", f"{name}b")
+        _run("ip", "-n", name, "link", "set", f"{name}b", "up")
+        sock = _socket_in(name, theirs)
+        hole = BlackHole(url, name, theirs, sock.getsockname()[1])
+        server = await asyncio.start_server(hole.relay, sock=sock)
+        try:
+            yield hole
+        finally:
+            server.close()
+    finally:
+        _run("ip", "netns", "del", name)
+
+
+def _socket_in(namespace: str, host: str) -> socket.socket:
+    """A listening socket of another network namespace; sockets stay where they were made."""
+    made: list[socket.socket] = []
+
+    def make() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/run/netns/{namespace}") as there:
+            assert libc.setns(there.fileno(), 0) == 0, os.strerror(ctypes.get_errno())
+        made.append(socket.create_server((host, 0)))
+
+    thread = threading.Thread(target=make)  # only this thread changes its namespace
+    thread.start()
+    thread.join()
+    return made[0]
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)

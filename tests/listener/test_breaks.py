@@ -1,0 +1,168 @@
+"""The direct path is broken in every way: it is noticed, reported as a gap, and heals by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+from tests.leases.on_postgres.pgbouncer import pgbouncer
+from tests.postgres.clusters import cluster, standby_of
+from tests.servers import require_server
+
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import Health
+from moored.postgres.listen import Gap, Listener, Subscription
+
+from .breaks import LIMIT, black_hole, listener_pids, next_event, run_sql
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[SyncEmbeddedPostgres]:
+    """A server that the tests of this module break."""
+    with SyncEmbeddedPostgres() as made:
+        yield made
+
+
+async def until_down(listener: Listener) -> None:
+    await listener.monitor.wait_until(lambda _: not listener.up, LIMIT)
+
+
+async def assert_recovers(listener: Listener, events: Subscription, url: str, began: float) -> Gap:
+    """The next event is a gap, and the next notification arrives."""
+    gap = await next_event(events)
+    assert isinstance(gap, Gap), gap
+    assert began - LIMIT < gap.since <= time.time()
+    assert listener.up
+    await run_sql(url, "notify a, 'after'")
+    assert (await next_event(events))[:2] == ("a", "after")
+    assert listener.statistics()["reconnects"] >= 1
+    return gap
+
+
+async def test_a_terminated_backend(server: SyncEmbeddedPostgres) -> None:
+    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+        began = time.time()
+        [pid] = await listener_pids(server.url)
+        await run_sql(server.url, f"select pg_terminate_backend({pid})")
+        gap = await assert_recovers(listener, events, server.url, began)
+        assert "administrator" in gap.reason
+
+
+async def test_a_fast_restart(server: SyncEmbeddedPostgres) -> None:
+    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+        began = time.time()
+        await asyncio.to_thread(server.restart)
+        await assert_recovers(listener, events, server.url, began)
+
+
+async def test_a_killed_backend_which_resets_the_server(server: SyncEmbeddedPostgres) -> None:
+    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+        began = time.time()
+        [pid] = await listener_pids(server.url)
+        os.kill(pid, signal.SIGKILL)
+        await assert_recovers(listener, events, server.url, began)
+
+
+async def test_an_idle_session_timeout(server: SyncEmbeddedPostgres) -> None:
+    url = f"{server.url}?options=-c%20idle_session_timeout%3D500"
+    async with Listener(url, heartbeat=60.0) as listener, listener.subscribe("a") as events:
+        began = time.time()
+        await until_down(listener)
+        assert listener._core.failure is not None
+        assert "idle-session timeout" in listener._core.failure
+        assert isinstance(await next_event(events), Gap)
+        assert began <= time.time()
+
+
+async def test_a_heartbeat_prevents_an_idle_session_timeout(server: SyncEmbeddedPostgres) -> None:
+    url = f"{server.url}?options=-c%20idle_session_timeout%3D3000"
+    async with Listener(url, heartbeat=0.2) as listener:
+        await asyncio.sleep(3.5)
+        assert listener.statistics()["reconnects"] == 0
+
+
+async def test_a_stalled_server_process(server: SyncEmbeddedPostgres) -> None:
+    async with (
+        Listener(server.url, heartbeat=0.5) as listener,
+        listener.subscribe("a") as events,
+    ):
+        began = time.time()
+        [pid] = await listener_pids(server.url)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            gap = await assert_recovers(listener, events, server.url, began)
+            assert "no answer" in gap.reason or "does not answer" in gap.reason
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(
+    "heartbeat", [0.5, pytest.param(60.0, marks=pytest.mark.soak)], ids=["heartbeat", "keepalive"]
+)
+async def test_a_silent_black_hole(server: SyncEmbeddedPostgres, heartbeat: float) -> None:
+    async with (
+        black_hole(server.url) as hole,
+        Listener(hole.url, heartbeat=heartbeat) as listener,
+        listener.subscribe("a") as events,
+    ):
+        await run_sql(server.url, "notify a, 'before'")
+        assert (await next_event(events))[:2] == ("a", "before")
+        began = time.time()
+        hole.cut()
+        await until_down(listener)
+        assert listener.health is Health.DEGRADED
+        # Queries by another path are not affected, and neither is the loop.
+        await run_sql(server.url, "notify a, 'lost'")
+        hole.heal()
+        await assert_recovers(listener, events, server.url, began)
+
+
+async def test_a_subscription_during_a_black_hole_does_not_hang(
+    server: SyncEmbeddedPostgres,
+) -> None:
+    async with black_hole(server.url) as hole, Listener(hole.url) as listener:
+        hole.cut()
+        async with asyncio.timeout(LIMIT), listener.subscribe("a") as events:
+            assert not listener.up
+            hole.heal()
+            assert isinstance(await next_event(events), Gap)
+
+
+async def test_a_standby_is_refused_and_its_promotion_is_noticed() -> None:
+    async with cluster() as primary, standby_of(primary) as standby:  # noqa: SIM117
+        async with Listener(standby.url) as listener, listener.subscribe("a") as events:
+            assert not listener.up
+            assert "read-only" in listener.explain()
+            await standby.promote()
+            assert isinstance(await next_event(events), Gap)
+            await run_sql(standby.url, "notify a, 'x'")
+            assert (await next_event(events))[:2] == ("a", "x")
+
+
+async def test_queries_work_while_the_direct_path_is_down(server: SyncEmbeddedPostgres) -> None:
+    with pgbouncer(require_server("pgbouncer"), server.url) as url:
+        async with (
+            black_hole(server.url) as hole,
+            Listener(hole.url, notify_through=url, heartbeat=0.5) as listener,
+        ):
+            hole.cut()
+            await until_down(listener)
+            async with await psycopg.AsyncConnection.connect(url, prepare_threshold=None) as conn:
+                assert await (await conn.execute("select 1")).fetchone() == (1,)
+            await listener.notify("a", "sent")
+
+
+@pytest.mark.soak
+async def test_sixty_seconds_of_downtime(server: SyncEmbeddedPostgres) -> None:
+    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+        began = time.time()
+        await asyncio.to_thread(server.kill)
+        await asyncio.sleep(60.0)
+        assert listener.statistics()["failed_series"] >= 2
+        await asyncio.to_thread(server.start)
+        await assert_recovers(listener, events, server.url, began)
