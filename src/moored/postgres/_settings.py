@@ -15,9 +15,15 @@ from moored.kernel import SECRETS, refuse
 
 from ._errors import ConfigurationError
 
-__all__ = ["Settings", "default_state_dir"]
+__all__ = ["Settings", "default_state_dir", "libpq_defaults"]
 
 _STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
+
+
+def libpq_defaults() -> dict[str, str]:
+    """Return libpq's values for parameters that a URL does not set."""
+    known = psycopg.pq.Conninfo.get_defaults()
+    return {each.keyword.decode(): each.val.decode() for each in known if each.val}
 
 
 def default_state_dir(replication_url: str) -> Path:
@@ -48,16 +54,13 @@ def _state_home() -> Path:
 def _database_of(url: str) -> str:
     """Return a directory name: the host, the port and the database of a URL."""
     SECRETS.add_from(url)  # an unescaped password may become part of the host
-    known = dict.fromkeys(("host", "hostaddr", "port", "dbname", "user"), "")
-    for each in psycopg.pq.Conninfo.get_defaults():
-        if each.val and (name := each.keyword.decode()) in known:
-            known[name] = each.val.decode()
+    known = libpq_defaults()
     try:
         known |= {name: str(value) for name, value in conninfo_to_dict(url).items() if value}
     except psycopg.ProgrammingError:
         pass  # an invalid URL is reported when it is used
-    host = known["host"] or known["hostaddr"] or "localhost"
-    parts = (host, known["port"], known["dbname"] or known["user"])
+    host = known.get("host") or known.get("hostaddr") or "localhost"
+    parts = (host, known.get("port", ""), known.get("dbname") or known.get("user", ""))
     name = SECRETS.hide("_".join(parts))
     return re.sub(r"[^\w.-]+", "-", name).strip("-.")[:100] or "default"
 

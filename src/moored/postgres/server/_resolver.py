@@ -25,6 +25,7 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from moored.kernel import SECRETS
 
 from .._errors import ConfigurationError
+from .._settings import libpq_defaults
 from ._connect import connect
 from ._faults import diagnose
 
@@ -178,7 +179,7 @@ class _ServerUrl(NamedTuple):
     @classmethod
     def of(cls, url: str) -> _ServerUrl:
         given = _read(url)
-        every = {**_defaults(), **given}
+        every = {**libpq_defaults(), **given}
         host = str(every.get("host") or "")
         local = not host or host.startswith(("/", "@"))
         # Only libpq reads the service file; and sslrootcert=system implies verify-full.
@@ -200,12 +201,6 @@ def _read(url: str) -> dict[str, Any]:
         if "percent-encoded" in text:
             text += " (a percent sign is written %25)"
         raise ConfigurationError(f"the URL cannot be parsed: {text}") from None
-
-
-def _defaults() -> dict[str, str]:
-    """Return libpq's values for parameters that the URL does not set."""
-    known = psycopg.pq.Conninfo.get_defaults()
-    return {each.keyword.decode(): each.val.decode() for each in known if each.val}
 
 
 def _words(route: Route) -> str:
