@@ -196,10 +196,8 @@ async def test_tcp_link_sets_nodelay_and_keepalive() -> None:
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
         assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
         assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 60
-        assert repr(stream) == f"<Stream to 127.0.0.1:{port}, open, 0 bytes pending>"
         stream.close()
         await receiver.ended()
-        assert repr(stream) == "<Stream, closed>"
 
 
 def free_port() -> int:

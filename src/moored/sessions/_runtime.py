@@ -23,7 +23,7 @@ from ._session import Session
 from .events import EventQueue, InboundSteps, Sink
 from .link import CHART, ClosingLinks, Credentials, CredentialsProvider, OfflineServer, SessionCore
 from .sending import Sends
-from .storage import Records
+from .storage import Corruption, Records
 
 if TYPE_CHECKING:
     from ._sessions import Sessions
@@ -43,12 +43,12 @@ class SessionRuntime:
     profile: str
     protocol: Protocol
     name: str
-    records: Records
     steps: InitVar[Sequence[tuple[str, Step]]]
     inbound_steps: InitVar[Sequence[tuple[str, InboundStep]]]
     provider: InitVar[CredentialsProvider | None]
     is_offline: InitVar[bool]
     clock: Clock = field(init=False)
+    records: Records = field(init=False)
     #: The public object.
     session: Session = field(init=False)
     core: SessionCore = field(init=False)
@@ -79,11 +79,17 @@ class SessionRuntime:
     ) -> None:
         owner, protocol = self.owner, self.protocol
         self.clock = owner._clock
+        self.records = Records(
+            owner._storage,
+            self.profile,
+            on_corrupt=self._corrupt,
+            may_write=self._has_lease if owner._leasing.needed else None,
+        )
         self.session = Session(self)
         machine = Machine(self.name, CHART, clock=self.clock, recorder=owner.recorder, history=0)
         self.core = SessionCore(machine, owner._backoff.fresh())
         self.sends = Sends(self, [*protocol.steps, *steps])
-        self.offline = OfflineServer(self, checks=not steps) if is_offline else None
+        self.offline = OfflineServer(self, not steps) if is_offline else None
         inbound = [*protocol.inbound_steps, *inbound_steps]
         returns = protocol.redelivers != "never" and not is_offline
         queue = EventQueue(self.profile, owner._events, returns, protocol.outlives)
@@ -137,6 +143,9 @@ class SessionRuntime:
         self.fenced()
         return False
 
+    def _has_lease(self) -> bool:
+        return self.lease is not None and self.lease.live
+
     def fenced(self) -> None:
         """Abort the link: the lease is lost, and another process may hold it."""
         reason = "the lease of the profile was lost"
@@ -146,6 +155,11 @@ class SessionRuntime:
         self.closing_links.abort()
         if self.connection is not None:
             self.connection.abandon(reason)
+
+    def _corrupt(self, found: Corruption) -> None:
+        self.emit("record_corrupt", found)
+        text = f"a record in {found.namespace} is treated as missing: {found.reason}"
+        self.record(text, kind="failure")
 
     def crashed(self, error: BaseException) -> None:
         """Settle every send: the connection has crashed."""

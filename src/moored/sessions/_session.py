@@ -235,12 +235,11 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
             return self._runtime.offline.answer(question)
         if self._runtime.connection is None:
             raise NotConnected(self._runtime.why_offline)
-        if not isinstance(question, Notice):
-            return await self._runtime.connection.ask(question, timeout)
-        self._runtime.connection.tell(question.data)
-        # A caller that sends many notices must not block the loop.
-        await asyncio.sleep(0)
-        return None
+        if isinstance(question, Notice):
+            self._runtime.connection.tell(question.data)
+            await asyncio.sleep(0)  # a caller that sends many notices must not block the loop
+            return None
+        return await self._runtime.connection.ask(question, timeout)
 
     def answer_login(self, answer: Any) -> None:
         """Answer the login step of the event `login`."""

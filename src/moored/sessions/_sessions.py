@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -46,7 +46,7 @@ from ._session_via import SessionVia
 from .events import Handler
 from .link import Connection, CredentialsProvider
 from .sending import MemoryRetryCache, RetryCache
-from .storage import Corruption, Keys, Records, Storage, open_storage
+from .storage import Keys, Storage, open_storage
 
 __all__ = ["Sessions"]
 
@@ -229,15 +229,9 @@ class Sessions:
                 "window"
             )
         name = quote(profile, safe="@+~ ")
-        records = Records(
-            self._storage,
-            profile,
-            on_corrupt=partial(self._corrupt, profile),
-            may_write=partial(self._has_lease, profile) if self._leasing.needed else None,
-        )
         path = f"{self._root.path}/{name}"
         runtime = SessionRuntime(
-            self, profile, protocol, path, records, steps, inbound_steps, credentials, offline
+            self, profile, protocol, path, steps, inbound_steps, credentials, offline
         )
         runtime.session.attach(on_event)
         self._runtimes[profile] = runtime
@@ -373,7 +367,7 @@ class Sessions:
                 raise SessionStopped(runtime.why_offline)
             ctx.register(self._registry, runtime.profile, runtime.session)
             runtime.begins()
-            connection = Child("connection", partial(_run_connection, runtime))
+            connection = Child("connection", lambda ctx: Connection(runtime).run(ctx))
             await Supervisor.child("session", children=[connection], intensity=INTENSITY).run(ctx)
         except asyncio.CancelledError:
             raise
@@ -413,18 +407,3 @@ class Sessions:
             del self._runtimes[runtime.profile]
             self._past.setdefault(runtime.protocol.name, Counter()).update(runtime.totals())
             self._registry.unregister(runtime.profile)
-
-    def _corrupt(self, profile: str, found: Corruption) -> None:
-        if (runtime := self._runtimes.get(profile)) is not None:
-            runtime.emit("record_corrupt", found)
-            text = f"a record in {found.namespace} is treated as missing: {found.reason}"
-            runtime.record(text, kind="failure")
-
-    def _has_lease(self, profile: str) -> bool:
-        """Whether this process may change the records of a profile."""
-        runtime = self._runtimes.get(profile)
-        return runtime is not None and runtime.lease is not None and runtime.lease.live
-
-
-def _run_connection(runtime: SessionRuntime, ctx: Context) -> Awaitable[None]:
-    return Connection(runtime).run(ctx)

@@ -109,7 +109,7 @@ def test_connack_is_parsed() -> None:
 
 
 def test_connack_of_an_older_version_is_unsupported_protocol_version() -> None:
-    assert _packets.read_connack(b"\x00\x01", 0, 2).code == 0x84
+    assert _packets.read_connack(b"\x00\x01", 0, 2)[1] == 0x84
 
 
 # -- properties --------------------------------------------------------------------------------
@@ -329,14 +329,14 @@ def test_connack_of_another_codec_is_read(
         max_qos=mqtt5.QoS.AT_LEAST_ONCE,
     ).write()
     _, start = read_number(data, 1, len(data))
-    ours = _packets.read_connack(data, start, len(data))
-    assert ours.session_present is present
-    assert ours.properties.get("receive_maximum", 65535) == receive
-    assert ours.properties["server_keep_alive"] == keepalive
-    assert ours.properties.get("maximum_packet_size") == size
-    assert ours.properties.get("reason_string") == reason
-    assert bool(ours.properties.get("retain_available", 1)) is retain
-    assert ours.properties["maximum_qos"] == 1
+    is_present, _, ours = _packets.read_connack(data, start, len(data))
+    assert is_present is present
+    assert ours.get("receive_maximum", 65535) == receive
+    assert ours["server_keep_alive"] == keepalive
+    assert ours.get("maximum_packet_size") == size
+    assert ours.get("reason_string") == reason
+    assert bool(ours.get("retain_available", 1)) is retain
+    assert ours["maximum_qos"] == 1
 
 
 @FUZZ

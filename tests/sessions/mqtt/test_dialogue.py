@@ -466,18 +466,11 @@ def test_suback_must_match_its_subscribe() -> None:
             feed(dialogue, bytes.fromhex(bad))
 
 
-def test_acknowledgements_without_a_send_are_reported() -> None:
-    dialogue, _ = link()
-    stray = {
-        "70 02 0001": [Unhandled("a PUBCOMP for a packet that is not in flight")],
-        "50 03 0001 80": [Unhandled("a PUBREC for a packet that is not in flight")],
-        "50 02 0001": [
-            Unhandled("a PUBREC for a packet that is not in flight"),
-            Greeting(bytes.fromhex("62 03 0001 92")),
-        ],
-    }
-    for written, events in stray.items():
-        assert feed(dialogue, bytes.fromhex(written)) == events
+def test_acknowledgements_of_qos_2_end_the_link_because_no_send_has_it() -> None:
+    for stray in ("70 02 0001", "50 03 0001 80", "50 02 0001"):
+        dialogue, _ = link()
+        with pytest.raises(ProtocolError, match="a server must not send"):
+            feed(dialogue, bytes.fromhex(stray))
 
 
 def test_publication_is_routed_and_interpreted() -> None:

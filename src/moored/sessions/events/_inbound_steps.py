@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from moored.kernel import awaited
@@ -20,14 +21,12 @@ __all__ = ["InboundSteps"]
 STEP_TIMEOUT = 30.0
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class InboundSteps:
     """The inbound steps of one session."""
 
-    __slots__ = ("_session", "_steps")
-
-    def __init__(self, session: Session, steps: Sequence[tuple[str, InboundStep]]) -> None:
-        self._session = session
-        self._steps = tuple(steps)
+    _session: Session
+    _steps: Sequence[tuple[str, InboundStep]]
 
     async def __call__(self, event: Incoming) -> Incoming | None:
         """Run all steps for an event; return None if one of them drops it."""

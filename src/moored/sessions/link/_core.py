@@ -113,16 +113,12 @@ class SessionCore:
     def disconnect(self, cause: str = "the user disconnected it") -> None:
         """Go offline until `connect`."""
         if self.machine.phase in ("connecting", "online"):
-            self._note(None, cause)
-            self._leave()
-            self.machine.move("offline/resting", cause=cause)
+            self._leave("offline/resting", None, cause)
 
     def stop(self, cause: str) -> None:
         """Stop for ever."""
         if not self.stopped:
-            self._note(None, cause)
-            self._leave()
-            self.machine.move("stopped", cause=cause)
+            self._leave("stopped", None, cause)
 
     # -- called by the connection --------------------------------------------------------------
 
@@ -188,9 +184,7 @@ class SessionCore:
     def refuse(self, kind: CloseClass, reason: str) -> None:
         """Go offline for a reason that does not come from the link, such as a lost lease."""
         if self.machine.phase in ("connecting", "online"):
-            self._note(kind, reason)
-            self._leave()
-            self.machine.move("offline/refused", cause=reason)
+            self._leave("offline/refused", kind, reason)
 
     def crashed(self, reason: str, now: float) -> None:
         """Record that the connection has crashed; dial after a pause."""
@@ -232,10 +226,12 @@ class SessionCore:
     def _note(self, kind: CloseClass | None, reason: str) -> None:
         self.last_kind, self.last_reason = kind, reason
 
-    def _leave(self) -> None:
+    def _leave(self, state: str, kind: CloseClass | None, cause: str) -> None:
+        self._note(kind, cause)
         self._online_at = None
         self._generation.next()
         self._restarts = 0
+        self.machine.move(state, cause=cause)
 
     @property
     def _is_due(self) -> bool:

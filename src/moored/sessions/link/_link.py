@@ -307,9 +307,6 @@ class Link:
             self._runtime.emit("login", event)
             self._runtime.changed()
 
-    def _on_accepted(self, event: Accepted) -> None:
-        self._runtime.credentials.keep(event.credentials)
-
     def _on_confirmed(self, event: Confirmed) -> None:
         self.window.answered(event.id)
         self._runtime.sends.table.confirmed(event.id, event.extra, self.generation)
@@ -451,12 +448,6 @@ class Link:
             else:
                 self._answers = 0
 
-    def _on_ignored(self, event: Ignored) -> None:
-        """Do nothing: `received` has already noted that the server is alive."""
-
-    def _on_remember(self, event: Remember) -> None:
-        self._runtime.remember(event.data)
-
     def _on_repeat(self, event: Repeat) -> None:
         recent, runtime = self._connection.recent, self._runtime
         found = None if recent is None else recent.get(event.id)
@@ -473,9 +464,6 @@ class Link:
         runtime.sends.table.repeated(event.id)
         self.say(data)
 
-    def _on_unhandled(self, event: Unhandled) -> None:
-        self._unhandled(event.what)
-
     def _unhandled(self, what: str) -> None:
         counts = self._runtime.counts
         counts.unhandled += 1
@@ -489,7 +477,7 @@ class Link:
 _HANDLERS: dict[type, Any] = {
     Ready: Link._on_ready,
     LoginStep: Link._on_login,
-    Accepted: Link._on_accepted,
+    Accepted: lambda link, event: link._runtime.credentials.keep(event.credentials),
     Confirmed: Link._on_confirmed,
     ConfirmedUpTo: Link._on_confirmed_up_to,
     Refused: Link._on_refused,
@@ -498,9 +486,9 @@ _HANDLERS: dict[type, Any] = {
     Happening: Link._on_happening,
     Closing: Link._on_closing,
     Greeting: Link._on_greeting,
-    Ignored: Link._on_ignored,
-    Remember: Link._on_remember,
+    Ignored: lambda link, event: None,
+    Remember: lambda link, event: link._runtime.remember(event.data),
     Repeat: Link._on_repeat,
     StartTls: Link._on_start_tls,
-    Unhandled: Link._on_unhandled,
+    Unhandled: lambda link, event: link._unhandled(event.what),
 }

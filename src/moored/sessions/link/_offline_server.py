@@ -7,6 +7,7 @@ Content that the protocol cannot write is refused, as with a real server.
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .._errors import NotConnected, SessionError
@@ -23,20 +24,16 @@ __all__ = ["OfflineServer"]
 KEPT = 1000
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OfflineServer:
-    """The stand-in for the server.
+    """The stand-in for the server."""
 
-    :param checks: whether the protocol checks the content of sends. Not if the user has steps: they
-        are not run, and would change the content.
-    """
-
-    __slots__ = ("_checks", "_runtime", "sent")
-
-    def __init__(self, runtime: SessionRuntime, *, checks: bool) -> None:
-        self._runtime = runtime
-        self._checks = checks
-        #: The sends, the newest last.
-        self.sent: deque[Outgoing] = deque(maxlen=KEPT)
+    _runtime: SessionRuntime
+    # Whether the protocol checks the content of sends. Not if the user has steps: they are not run,
+    # and would change the content.
+    _checks: bool
+    #: The sends, the newest last.
+    sent: deque[Outgoing] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def start(self) -> None:
         """Come online immediately."""

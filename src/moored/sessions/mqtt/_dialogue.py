@@ -481,18 +481,6 @@ class MqttDialogue(Dialogue):
                 events.append(Greeting(_again(later[1])))
                 break
 
-    def _pubrec(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
-        number, code, _ = packets.read_result(data, at, end)
-        if number in self._memory.inflight:
-            raise broken(0x82, "a PUBREC for a message of QoS 1")
-        events.append(Unhandled("a PUBREC for a packet that is not in flight"))
-        if code < FAILURE:
-            events.append(Greeting(packets.answer(packets.PUBREL, number, 0x92)))
-
-    def _pubcomp(self, data: bytes, at: int, end: int, events: list[DialogueEvent]) -> None:
-        packets.read_result(data, at, end)
-        events.append(Unhandled("a PUBCOMP for a packet that is not in flight"))
-
     # -- received messages ---------------------------------------------------------------------
 
     def _publish(
@@ -563,9 +551,7 @@ def _again(data: bytes) -> bytes:
 _HANDLERS: Final = {
     packets.CONNACK: MqttDialogue._connack,
     packets.PUBACK: MqttDialogue._puback,
-    packets.PUBREC: MqttDialogue._pubrec,
     packets.PUBREL & 0xF0: MqttDialogue._pubrel,
-    packets.PUBCOMP: MqttDialogue._pubcomp,
     packets.SUBACK: MqttDialogue._suback,
     packets.UNSUBACK: MqttDialogue._unsuback,
     packets.PINGRESP: MqttDialogue._pong,

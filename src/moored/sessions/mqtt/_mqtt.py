@@ -196,7 +196,11 @@ class Mqtt(Protocol):
             if (address := self._address.elsewhere(memory.moved)) is not None:
                 return self._endpoint_at(address)
         memory.moved, memory.tried = None, False
-        if self._host_of is None or (host := self._host_for(self._host_of, profile)) is None:
+        try:
+            host = None if self._host_of is None else self._host_of(profile)
+        except Exception as error:
+            raise SessionError(f"host_of failed for this profile: {describe(error)}") from error
+        if host is None:
             return self._endpoint
         if (address := self._address.elsewhere(host)) is None:
             raise SessionError(f"host_of returned {host!r}, which is not a host or host:port")
@@ -213,13 +217,6 @@ class Mqtt(Protocol):
             tls=self._tls,
             max_size=max(2 * self.max_packet_size, LARGE_FRAME),
         )
-
-    @staticmethod
-    def _host_for(host_of: Callable[[str], str | None], profile: str) -> str | None:
-        try:
-            return host_of(profile)
-        except Exception as error:
-            raise SessionError(f"host_of failed for this profile: {describe(error)}") from error
 
     @staticmethod
     def credentials(username: str, password: str | bytes | None = None) -> bytes:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from moored.kernel import refuse
 
@@ -279,21 +279,13 @@ _IN_PUBLISH = frozenset((0x01, 0x02, 0x03, 0x08, 0x09, 0x0B, 0x23, 0x26))
 _IN_DISCONNECT = _COMMON | frozenset((0x1C,))
 
 
-class Connack(NamedTuple):
-    """The server's answer to CONNECT."""
-
-    session_present: bool
-    code: int
-    properties: Mapping[str, Any]
-
-
 def _done(at: int, end: int) -> None:
     if at != end:
         raise malformed(f"a packet with {end - at} bytes too many")
 
 
-def read_connack(data: bytes, at: int, end: int) -> Connack:
-    """Read a CONNACK."""
+def read_connack(data: bytes, at: int, end: int) -> tuple[bool, int, Mapping[str, Any]]:
+    """Read a CONNACK: whether a session is present, its reason code and properties."""
     if end - at < 2:
         raise malformed("a CONNACK that is too short")
     flags, code = data[at], data[at + 1]
@@ -301,12 +293,12 @@ def read_connack(data: bytes, at: int, end: int) -> Connack:
         raise malformed("a CONNACK with flags that are reserved")
     if end - at == 2 and 0 < code < 6:
         # A server that only supports older versions refuses with their codes.
-        return Connack(False, 0x84, _NOTHING)
+        return False, 0x84, _NOTHING
     found, at = read_properties(data, at + 2, end, _IN_CONNACK)
     _done(at, end)
     if flags and code:
         raise broken(0x82, "a refused connection with a session")
-    return Connack(bool(flags), code, found)
+    return bool(flags), code, found
 
 
 def read_result(data: bytes, at: int, end: int) -> tuple[int, int, Mapping[str, Any]]:

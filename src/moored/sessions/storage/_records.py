@@ -54,16 +54,14 @@ class _Done(NamedTuple):
     error: BaseException | None = None
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class _Hold:
     """Keeps a record's worker busy while several records are changed together."""
 
-    __slots__ = ("begun", "lost", "over")
-
-    def __init__(self) -> None:
-        self.begun = asyncio.Event()
-        self.over = asyncio.Event()
-        #: Whether the worker was cancelled meanwhile.
-        self.lost = False
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    #: Whether the worker was cancelled meanwhile.
+    lost: bool = False
 
     async def wait(self) -> _Done:
         self.begun.set()

@@ -226,10 +226,32 @@ class SqliteStorage(ThreadStorage):
             self._database.close()
 
     def _advice(self, error: Exception) -> str:
-        if isinstance(error, sqlite3.Error | UnicodeDecodeError):
-            return _advice(error, self.patience)
-        why = getattr(error, "strerror", None) or error
-        return f"cannot be used as storage: {why}; choose a path that can be written to"
+        if isinstance(error, OSError):
+            why = error.strerror or error
+            return f"cannot be used as storage: {why}; choose a path that can be written to"
+        match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+            case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+                return (
+                    f"another process has kept the database locked for {self.patience:g} s; find "
+                    "it (a backup? a shell with an open transaction?) and let it end"
+                )
+            case sqlite3.SQLITE_NOTADB:
+                return "this is not a SQLite database; choose another path, or move the file away"
+            case _ if isinstance(error, UnicodeDecodeError):
+                return "the database is damaged; restore it from a backup"
+            case sqlite3.SQLITE_CORRUPT:
+                return (
+                    f"the database is damaged ({error}); restore it from a backup, or save what "
+                    "can be saved with the `.recover` command of the sqlite3 program"
+                )
+            case sqlite3.SQLITE_FULL:
+                return "the disk is full; this change was not written"
+            case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM:
+                return (
+                    f"it cannot be written ({error}); check the permissions of the file and its "
+                    "directory"
+                )
+        return f"{error} ({type(error).__name__})"
 
 
 def _raw(*names: str) -> tuple[bytes, ...]:
@@ -238,30 +260,3 @@ def _raw(*names: str) -> tuple[bytes, ...]:
 
 def _texts(names: list[Any]) -> list[str]:
     return sorted(bytes(name).decode("utf-8", "surrogatepass") for name in names)
-
-
-def _advice(error: sqlite3.Error | UnicodeDecodeError, patience: float) -> str:
-    """Return what is wrong with the file, and what to do about it."""
-    match getattr(error, "sqlite_errorcode", 0) & 0xFF:
-        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
-            return (
-                f"another process has kept the database locked for {patience:g} s; find it (a "
-                "backup? a shell with an open transaction?) and let it end"
-            )
-        case sqlite3.SQLITE_NOTADB:
-            return "this is not a SQLite database; choose another path, or move the file away"
-        case _ if isinstance(error, UnicodeDecodeError):
-            return "the database is damaged; restore it from a backup"
-        case sqlite3.SQLITE_CORRUPT:
-            return (
-                f"the database is damaged ({error}); restore it from a backup, or save what can be "
-                "saved with the `.recover` command of the sqlite3 program"
-            )
-        case sqlite3.SQLITE_FULL:
-            return "the disk is full; this change was not written"
-        case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN | sqlite3.SQLITE_PERM:
-            return (
-                f"it cannot be written ({error}); check the permissions of the file and its "
-                "directory"
-            )
-    return f"{error} ({type(error).__name__})"

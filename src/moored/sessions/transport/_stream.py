@@ -181,13 +181,6 @@ class Stream(asyncio.BufferedProtocol):
             pass  # already disconnected
         transport.abort()
 
-    def __repr__(self) -> str:
-        if self._transport is None:
-            return "<Stream, closed>"
-        peer = self._transport.get_extra_info("peername") or ("?", "?")
-        state = "closing" if self._transport.is_closing() else "open"
-        return f"<Stream to {peer[0]}:{peer[1]}, {state}, {self.pending} bytes pending>"
-
 
 class Layer:
     """A transport on top of another transport, with a handshake of its own.
@@ -294,7 +287,3 @@ class Layer:
         self._closed = True
         if self._below is not None:
             self._below.abort()
-
-    def __repr__(self) -> str:
-        state = "closed" if self._closed else "open"
-        return f"<{type(self).__name__}, {state}, over {self._below!r}>"
