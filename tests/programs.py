@@ -10,20 +10,33 @@ import os
 import runpy
 import sys
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Self
 
 __all__ = ["Program"]
 
 #: Modules that the programs import. None of them starts a thread or opens a connection.
-_PRELOAD = ["grpc", "grpc_health.v1.health", "grpc_health.v1.health_pb2_grpc"]
+_PRELOAD = [
+    "grpc",
+    "grpc_health.v1.health",
+    "grpc_health.v1.health_pb2_grpc",
+    "moored.leases.postgres",
+    "moored.leases.redis",
+    "moored.postgres",
+    "moored.sessions",
+    "moored.sessions.mqtt",
+]
 
 _forks = multiprocessing.get_context("forkserver")
 
 
 class Program:
-    """A running module, like `python -m`, with pipes as its standard input and output."""
+    """A running module, like `python -m`, with pipes as its standard input and output.
 
-    def __init__(self, module: str, *arguments: str) -> None:
+    Its standard error is appended to the file `log`, or else is that of the tests.
+    """
+
+    def __init__(self, module: str, *arguments: str, log: Path | None = None) -> None:
         _forks.set_forkserver_preload(_PRELOAD)
         their_input, our_input = os.pipe()
         our_output, their_output = os.pipe()
@@ -31,7 +44,7 @@ class Program:
         self.stdin = os.fdopen(our_input, "w")
         self.stdout = os.fdopen(our_output)
         self._process = _forks.Process(
-            target=_main, args=(module, arguments, *pipes), name=module, daemon=True
+            target=_main, args=(module, arguments, log, *pipes), name=module, daemon=True
         )
         self._process.start()
         for pipe in pipes:
@@ -66,7 +79,16 @@ class Program:
         self.wait()
 
 
-def _main(module: str, arguments: tuple[str, ...], stdin: Connection, stdout: Connection) -> None:
+def _main(
+    module: str,
+    arguments: tuple[str, ...],
+    log: Path | None,
+    stdin: Connection,
+    stdout: Connection,
+) -> None:
+    if log is not None:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
     os.dup2(stdin.fileno(), 0)
     os.dup2(stdout.fileno(), 1)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)

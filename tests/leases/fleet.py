@@ -18,8 +18,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,13 +25,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.leases import observer
+from tests.programs import Program
 
 from moored.leases import connect
 
 __all__ = ["Fleet", "one_shot", "storm"]
 
 KEY = "db/orders"
-_WORKER = Path(__file__).with_name("worker.py")
 #: How long a process may take for what it does within milliseconds on an idle machine.
 PATIENCE = 60.0
 
@@ -51,7 +49,7 @@ class Fleet:
         self.pids: list[int] = []
         self.killed = 0
         self.last_kill = 0
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Program | None = None
 
     def spawn(self, role: str, **order: Any) -> int:
         """Start a process that plays a role."""
@@ -136,14 +134,7 @@ class Fleet:
         return took
 
     def __enter__(self) -> Self:
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        self._process = subprocess.Popen(
-            [sys.executable, str(_WORKER), self.url],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
+        self._process = Program("tests.leases.worker", self.url)
         self._answer()
         return self
 
@@ -152,20 +143,17 @@ class Fleet:
         for pid in self.pids:
             self.go_on(pid)
         with self._process as process:
-            assert process.stdin is not None
             process.stdin.close()
             process.wait(PATIENCE)
 
     def _order(self, order: dict[str, Any]) -> int:
         assert self._process is not None
-        assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         return self._answer()
 
     def _answer(self) -> int:
         assert self._process is not None
-        assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, "the parent of the workers has ended"
         return int(line)

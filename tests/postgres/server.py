@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any, Self
 
 import psycopg
 import pytest
+from tests.programs import Program
 
 from moored.embedded import EmbeddedPostgres
 from moored.postgres import Changes, Postgres, Reset, Transaction
@@ -39,7 +38,6 @@ __all__ = [
 
 #: How long anything may take that takes a moment on an idle machine.
 LIMIT = 30.0
-_PROGRAM = Path(__file__).with_name("consumer_program.py")
 
 Sql = psycopg.AsyncConnection[Any]
 
@@ -163,21 +161,21 @@ class ConsumerProcess:
             "tables": tables,
             **config,
         }
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Program | None = None
 
     def start(self, **config: Any) -> None:
         """Start it, again or for the first time."""
-        command = [sys.executable, str(_PROGRAM), json.dumps({**self._config, **config})]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
-            )
+        self._process = Program(
+            "tests.postgres.consumer_program",
+            json.dumps({**self._config, **config}),
+            log=self.log,
+        )
 
     def kill(self) -> None:
         """Kill the process with SIGKILL."""
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
+            with self._process:
+                self._process.kill()
 
     async def run_to_its_end(self, **config: Any) -> int:
         """Start the process, wait until it ends by itself, and return its exit code."""
@@ -196,7 +194,7 @@ class ConsumerProcess:
     @property
     def ended(self) -> bool:
         """Whether the process has ended by itself, which it never should."""
-        return self._process is not None and self._process.poll() is not None
+        return self._process is not None and self._process.returncode is not None
 
     def lines(self) -> list[str]:
         """Return the lines that the process has written to its file."""

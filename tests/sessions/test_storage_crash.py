@@ -7,12 +7,11 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import Program
 from tests.sessions.storage_writer import LONG, NAMESPACE, value_of
 from tests.sessions.storages import make
 
@@ -20,13 +19,11 @@ from moored.sessions.storage._files import FileStorage
 from moored.sessions.storage._sqlite import SqliteStorage
 from moored.testing import base_seed, scaled
 
-PROGRAM = Path(__file__).parent / "storage_writer.py"
 KEYS = ("bob", "carol", "dave/../..", LONG)
 
 
-def start(**config: Any) -> subprocess.Popen[bytes]:
-    arguments = [sys.executable, str(PROGRAM), json.dumps(config)]
-    return subprocess.Popen(arguments, stdout=subprocess.PIPE)
+def start(**config: Any) -> Program:
+    return Program("tests.sessions.storage_writer", json.dumps(config))
 
 
 @pytest.mark.parametrize("kind", ["sqlite", "encrypted sqlite", "files", "encrypted files"])
@@ -50,7 +47,6 @@ def write_and_kill(
 ) -> list[str]:
     """Let the program write for a while, kill it, and return the acknowledged writes."""
     with start(kind=kind, directory=str(directory), begin=generations) as program:
-        assert program.stdout is not None
         try:
             lines = [program.stdout.readline() for _ in range(rng.randrange(10, 60))]
         finally:
@@ -58,7 +54,7 @@ def write_and_kill(
         lines += program.stdout.readlines()
     assert program.returncode == -signal.SIGKILL
     # The last line may be incomplete.
-    return [line.decode().rstrip("\n") for line in lines if line.endswith(b"\n")]
+    return [line.rstrip("\n") for line in lines if line.endswith("\n")]
 
 
 async def compare(kind: str, directory: Path, generations: dict[str, int]) -> None:
