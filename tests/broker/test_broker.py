@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -141,7 +141,7 @@ class Failing:
         self.calls = 0
         self.subscribed = asyncio.Event()
 
-    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         self.calls += 1
         await self.subscribed.wait()
         if self.calls == 1:

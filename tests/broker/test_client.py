@@ -58,7 +58,7 @@ async def test_client_reports_a_reset_and_a_refused_token() -> None:
     async with broker, served(BrokerApp(broker, ApiKeys(KEYS))) as url, asyncio.timeout(30):
         address = f"{url}/v1/subscribe"
         events = follow(address, token=lambda: "acme-key", after="unknown-1")
-        async with aclosing(events):  # type: ignore[type-var]
+        async with aclosing(events):
             assert isinstance(await anext(events), StreamReset)
         with pytest.raises(StreamRefused, match="401"):
             await anext(follow(address, token="wrong"))

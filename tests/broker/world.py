@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from moored.broker import (
@@ -49,7 +49,7 @@ class Log:
         self._gap = True
         self._grown.set()
 
-    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         while True:
             if self._gap:
                 self._gap = False

@@ -177,7 +177,7 @@ class Broker:
         assert self._source is not None
         ctx.started()
         try:
-            async with aclosing(self._source.events()) as items:  # type: ignore[type-var]
+            async with aclosing(self._source.events()) as items:
                 self.up, self.last_error = True, ""
                 async for item in items:
                     if isinstance(item, SourceGap):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any, NamedTuple, Protocol
 
 from moored.kernel import MooredError
@@ -74,7 +74,7 @@ class SourceGap(NamedTuple):
 class EventSource(Protocol):
     """Yields events as they happen."""
 
-    def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+    def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield events in order.
 
         The broker calls it again after an error. It then continues with the event after the last

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from ._events import SourceEvent, SourceGap
 
@@ -24,7 +24,7 @@ class MemorySource:
         """Report that events may be missing."""
         self._queue.put_nowait(SourceGap(reason))
 
-    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield the events as they are published."""
         while True:
             yield await self._queue.get()

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import random
 from asyncio import sleep
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
 from moored.kernel import extra
@@ -54,7 +54,7 @@ async def follow(
     channels: Iterable[str] = (),
     after: str = "",
     client: httpx.AsyncClient | None = None,
-) -> AsyncIterator[ReceivedEvent | StreamReset]:
+) -> AsyncGenerator[ReceivedEvent | StreamReset]:
     """Yield events without end, from the event after `after` on.
 
     :param token: the token, or a function that returns the current one for each connection.

@@ -14,7 +14,7 @@ then the client gets a reset.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -56,7 +56,7 @@ class OutboxEvents:
         self._outbox = outbox
         self._cursor: str | None = None
 
-    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield the events from the first call on; after an error, from the last one on."""
         async for batch in self._outbox.tail(self._cursor):
             if batch.reset is not None:
@@ -108,7 +108,7 @@ class ListenerEvents:
         self._channels = channels
         self._began = False
 
-    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield the notifications, and a gap where some may be missing."""
         async with self._listener.subscribe(*self._channels) as events:
             if self._began:

@@ -11,7 +11,7 @@ An id is that of the stream's entry, so a client may resume at any node. Needs `
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from moored.kernel import SECRETS, extra
@@ -65,7 +65,7 @@ class RedisEvents:
 
     # -- the source ----------------------------------------------------------------------------
 
-    async def events(self) -> AsyncIterator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield new entries; after an error, from the last one on."""
         if self._last is None:
             self._last = await self._newest()
