@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from psycopg.conninfo import conninfo_to_dict
@@ -141,17 +141,14 @@ class Database:
         except ConfigurationError as error:
             self._wiring.fail(ServiceError(str(error)))
             raise
-        remove = self._show(pg)
-        try:
-            if not self._config.is_embedded:
-                await self._until_reached(pg)
-            await self._moved.wait()
-            raise ServiceError("the embedded PostgreSQL has changed its port")
-        finally:
+        with self._shown(pg):
             try:
-                await pg.close()
+                if not self._config.is_embedded:
+                    await self._until_reached(pg)
+                await self._moved.wait()
+                raise ServiceError("the embedded PostgreSQL has changed its port")
             finally:
-                remove()
+                await pg.close()
 
     def _new_manager(self, url: str) -> Postgres:
         config = self._config
@@ -173,23 +170,23 @@ class Database:
             return self._config.database_url
         return (await self._servers.via(NAME).wait()).url
 
-    def _show(self, pg: Postgres) -> Callable[[], None]:
-        """Add the manager to status, metrics and page; return a function that removes it."""
+    @contextlib.contextmanager
+    def _shown(self, pg: Postgres) -> Iterator[None]:
+        """Add the manager to status, metrics and page in this block."""
         wiring = self._wiring
         wiring.machines.append(pg.machine)
         wiring.systems[MANAGER] = pg
         self._collector.add(pg)
         unsubscribe = pg.monitor.subscribe(lambda change: self._report_health(pg))
         self._report_health(pg)
-
-        def remove() -> None:
+        try:
+            yield
+        finally:
             unsubscribe()
             self._collector.remove(pg)
             del wiring.systems[MANAGER]
             wiring.machines.remove(pg.machine)
             wiring.health(NAME, "starting", "the connection manager has stopped")
-
-        return remove
 
     def _report_health(self, pg: Postgres) -> None:
         """Report the health of the manager; called after each change of a condition."""

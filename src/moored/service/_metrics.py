@@ -66,40 +66,27 @@ def registry_of(
     """Return the registry of this service; each service in a process has its own."""
     registry = CollectorRegistry()
     registry.register(_Collector(view, events, streams, connections))
-    errors = CollectorErrors()
-    for collector in more:
-        registry.register(_SafeCollector(collector, errors))
-    registry.register(errors)  # last, because it counts the errors of the others
+    registry.register(_PartCollectors(more))
     ProcessCollector(registry=registry)
     return registry
 
 
-class CollectorErrors(Collector):
-    """Counts the errors of the parts' collectors."""
+class _PartCollectors(Collector):
+    """The collectors of the parts: if one raises, only its metrics are missing from the scrape."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, collectors: Iterable[Collector]) -> None:
+        self._collectors = collectors
+        self._errors = 0
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the count."""
+        for each in self._collectors:
+            try:
+                yield from list(each.collect())
+            except Exception as error:
+                self._errors += 1
+                log.warning("the metrics collector of a part failed: %s", describe(error))
         text = "Scrapes in which the collector of a part raised an exception."
-        yield counter("moored_collector_errors", text, (), _one(self.count))
-
-
-class _SafeCollector(Collector):
-    """Wraps a part's collector: if it raises, only its metrics are missing from the scrape."""
-
-    def __init__(self, collector: Collector, errors: CollectorErrors) -> None:
-        self._collector = collector
-        self._errors = errors
-
-    def collect(self) -> list[Metric]:
-        try:
-            return list(self._collector.collect())
-        except Exception as error:
-            self._errors.count += 1
-            log.warning("the metrics collector of a part failed: %s", describe(error))
-            return []
+        yield counter("moored_collector_errors", text, (), _one(self._errors))
 
 
 class _Collector(Collector):
