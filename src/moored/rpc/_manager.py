@@ -21,9 +21,7 @@ import grpc  # type: ignore[import-untyped]
 from moored.kernel import Clock, LoopThread
 
 from . import _fork
-from ._background import Background
 from ._changes import ManagerChanges, Work
-from ._channels import Channels
 from ._clients import Clients, refuse_unreferable
 from ._config import ConnectionConfig
 from ._errors import ConfigError, ManagerClosed, no_config
@@ -48,7 +46,7 @@ class ConnectionManager(ManagerBase[Handler]):
     own, with `with ConnectionManager(…) as manager:`. Options: see `ManagerOptions`.
     """
 
-    _handler_type = Handler
+    _handler_type, _channel_type = Handler, grpc.Channel
     _regular, _moving = RegularStrategy, GlobalStrategy
 
     _lock: threading.RLock
@@ -67,14 +65,7 @@ class ConnectionManager(ManagerBase[Handler]):
         self._lock = threading.RLock()
         self._held = False
         self._changes = ManagerChanges(self._lock, self._carry_out)
-        self._background = Background(
-            self._lock,
-            Channels(grpc.Channel, self._policy.probe),
-            policy=self._policy,
-            clock=self._clock,
-            recorder=self.recorder,
-            table=self._table,
-        )
+        self._background = self._new_background()
 
     @classmethod
     def get_instance(cls) -> ConnectionManager:

@@ -13,9 +13,7 @@ import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import Clock
 
-from ._background import Background
 from ._changes import Work
-from ._channels import Channels
 from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._errors import ChannelError, no_config
@@ -39,7 +37,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
     `ManagerOptions`.
     """
 
-    _handler_type = AsyncHandler
+    _handler_type, _channel_type = AsyncHandler, grpc.aio.Channel
     _regular, _moving = AsyncRegularStrategy, AsyncGlobalStrategy
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
@@ -51,14 +49,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         super().__init__(policy, policy.clock or Clock.current())
         self._loop = weakref.ref(asyncio.get_running_loop())
         self._lock = contextlib.nullcontext()
-        self._background = Background(
-            self._lock,
-            Channels(grpc.aio.Channel, policy.probe),
-            policy=policy,
-            clock=self._clock,
-            recorder=self.recorder,
-            table=self._table,
-        )
+        self._background = self._new_background()
 
     @classmethod
     def get_instance(cls) -> AsyncConnectionManager:

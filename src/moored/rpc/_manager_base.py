@@ -18,6 +18,7 @@ from moored.kernel import Clock, Deadline, Recorder, counted, describe
 
 from ._background import Background
 from ._changes import Work
+from ._channels import Channels
 from ._config import ConnectionConfig
 from ._connection_table import ConnectionTable
 from ._core import Actions, ShellAct, ShellAction
@@ -37,6 +38,7 @@ class ManagerBase(Generic[H]):
     """The common part of both managers."""
 
     _handler_type: ClassVar[type]
+    _channel_type: ClassVar[type]
     #: The strategy classes: for a fixed server, and for a primary that may move.
     _regular: ClassVar[Callable[..., Any]]
     _moving: ClassVar[Callable[..., Any]]
@@ -50,6 +52,16 @@ class ManagerBase(Generic[H]):
         self.recorder = policy.recorder or Recorder(clock=clock)
         self._table = ConnectionTable()
         self._closed = False
+
+    def _new_background(self) -> Background:
+        return Background(
+            self._lock,
+            Channels(self._channel_type, self._policy.probe),
+            policy=self._policy,
+            clock=self._clock,
+            recorder=self.recorder,
+            table=self._table,
+        )
 
     def get_stats(self) -> dict[str, Any]:
         """Return the number of connections, the state of each, and the counters."""
@@ -177,7 +189,7 @@ class ManagerBase(Generic[H]):
             managed.core.inherited(handler._asleep, "a client calls over a closed channel")
             handler._asleep = None
         managed.detach = lambda: self._detach(managed)
-        handler._on_rpc_error = lambda error, number: self._failed(managed, error, number)
+        handler._on_rpc_error = lambda error, number: self._may_recover(managed, error, number)
         handler._on_waiting = lambda change: self._change(
             partial(self._count_waiting, handler, managed, change)
         )
@@ -277,10 +289,6 @@ class ManagerBase(Generic[H]):
         # Outside of the except clause: the error's context may repeat the token.
         handler._fail_waiting(failure)
         raise failure
-
-    def _failed(self, managed: ManagedConnection[H], error: BaseException, generation: int) -> None:
-        if self._policy.classify(error):
-            self._broken(managed, error, generation)
 
     def _broken(
         self, managed: ManagedConnection[H], cause: BaseException | str, generation: int | None
