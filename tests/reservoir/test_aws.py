@@ -319,7 +319,8 @@ async def test_the_cache_fetches_the_next_one_before_the_credentials_end() -> No
     session, _ = refreshable(300.0)
     tokens = CachedTokens(DsqlTokens(DSQL, session=session))
     assert (await tokens.get()).startswith(f"{DSQL}/?Action=DbConnectAdmin")
-    (kept,) = tokens._cache
+    kept = tokens._cached
+    assert kept is not None
     assert kept.good_until - time.monotonic() == pytest.approx(300.0, abs=5.0)
     assert kept.refresh_at - time.monotonic() == pytest.approx(240.0, abs=5.0)
     tokens.close()

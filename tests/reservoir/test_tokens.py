@@ -332,19 +332,6 @@ async def test_a_rejected_token_is_replaced_by_a_new_one_not_by_an_older_one(sim
 
 
 @in_virtual_time
-async def test_an_older_token_is_used_if_no_new_one_can_be_fetched(sim: Sim) -> None:
-    provider = Provider()
-    tokens = CachedTokens(provider)
-    await tokens.get()
-    await tokens.get()
-    await asyncio.sleep(730.0)
-    tokens.reject(await tokens.get())
-    provider.error = OSError("no route")
-    assert await tokens.get() == "token-1"
-    tokens.close()
-
-
-@in_virtual_time
 async def test_a_token_rejected_many_times_is_replaced_once(sim: Sim) -> None:
     provider = Provider()
     provider.takes = 0.5
@@ -359,17 +346,6 @@ async def test_a_token_rejected_many_times_is_replaced_once(sim: Sim) -> None:
     later = [0.0, 0.1, 0.2, 1.0, 2.0]
     assert await asyncio.gather(*map(refused, later)) == ["token-2"] * 5
     assert (tokens.fetched, tokens.rejected) == (2, 1)
-    tokens.close()
-
-
-@in_virtual_time
-async def test_keep_limits_the_cached_tokens(sim: Sim) -> None:
-    provider = Provider()
-    tokens = CachedTokens(provider, keep=2)
-    for _ in range(4):
-        await tokens.get()
-        await asyncio.sleep(721.0)
-    assert len(tokens._cache) == 2
     tokens.close()
 
 
@@ -486,6 +462,6 @@ async def test_repr_of_cached_tokens(sim: Sim) -> None:
 
 def test_all_mistakes_are_reported_together() -> None:
     with pytest.raises(ValueError, match=r"^CachedTokens: ") as caught:
-        CachedTokens(Provider(), lifetime=0.0, refresh_at=1.0, keep=0, timeout=-1.0)
-    for text in ("lifetime=0.0 ", "refresh_at=1.0 ", "keep=0 ", "timeout=-1.0 "):
+        CachedTokens(Provider(), lifetime=0.0, refresh_at=1.0, timeout=-1.0)
+    for text in ("lifetime=0.0 ", "refresh_at=1.0 ", "timeout=-1.0 "):
         assert text in str(caught.value)

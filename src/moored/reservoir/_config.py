@@ -12,7 +12,7 @@ from moored.kernel import refuse, unmet
 
 from ._environment import Environment
 
-__all__ = ["ReservoirConfig"]
+__all__ = ["ReservoirConfig", "config_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,11 +108,7 @@ class ReservoirConfig:
 
         The jitter is 5 % of that, and the guard window 10 %, but at most 45 s.
         """
-        if longest == math.inf:
-            return cls(**{"base_lifetime": math.inf, "lifetime_jitter": 0.0, **settings})
-        jitter = 0.05 * longest
-        life = {"base_lifetime": longest - jitter, "lifetime_jitter": jitter}
-        return cls(**{**life, "guard_window": min(45.0, 0.1 * longest), **settings})
+        return cls(**{**_lifetimes(longest), **settings})
 
     @classmethod
     def from_env(
@@ -222,3 +218,29 @@ class ReservoirConfig:
             if getattr(self, field.name) != field.default
         ]
         return f"ReservoirConfig({', '.join(changed)})"
+
+
+def config_of(
+    config: ReservoirConfig | None,
+    *,
+    min_size: int | None,
+    max_size: int | None,
+    max_lifetime: float | None,
+    **settings: Any,
+) -> ReservoirConfig:
+    """Return settings, changed by those parameters of a pool that are not None."""
+    if max_size is None and config is None:
+        max_size = min_size
+    settings |= {"max_size": max_size, "target_ready": min_size}
+    if max_lifetime is not None:
+        settings |= _lifetimes(max_lifetime)
+    changes = {name: value for name, value in settings.items() if value is not None}
+    return ReservoirConfig(**changes) if config is None else config.but(**changes)
+
+
+def _lifetimes(longest: float) -> dict[str, float]:
+    if longest == math.inf:
+        return {"base_lifetime": math.inf, "lifetime_jitter": 0.0}
+    jitter, guard = 0.05 * longest, min(45.0, 0.1 * longest)
+    life = longest - jitter
+    return {"base_lifetime": life, "lifetime_jitter": jitter, "guard_window": guard}

@@ -20,16 +20,6 @@ import psycopg
 
 from moored.kernel import MooredError
 
-__all__ = [
-    "PoolClosed",
-    "PoolOverloaded",
-    "PoolTimeout",
-    "ReservoirEmpty",
-    "ReservoirError",
-    "ServerUnreachable",
-    "TokenError",
-]
-
 
 class ReservoirError(MooredError, psycopg.OperationalError):
     """Base class of the errors of reservoirs and pools."""

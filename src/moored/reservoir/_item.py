@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -31,50 +32,38 @@ class Place(Enum):
     GONE = "gone"
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Item(Generic[C]):
     """A connection with its lifetime, its lease, its place and its holder."""
 
-    __slots__ = (
-        "born",
-        "by_getconn",
-        "conn",
-        "expires",
-        "fresh_until",
-        "holder",
-        "leak_reported",
-        "lease",
-        "place",
-        "ready_future",
-        "retire_reason",
-        "since",
-        "stack",
-        "usable_until",
-    )
+    conn: C
+    _: KW_ONLY
+    born: float
+    lifetime: InitVar[float]
+    guard: InitVar[float]
+    lease: Lease | None = None
+    #: When it expires, and when its guard window begins.
+    expires: float = field(init=False)
+    usable_until: float = field(init=False)
+    #: Until when it may be handed out without a check.
+    fresh_until: float = -math.inf
+    place: Place = Place.GONE
+    #: Why it is retired when it is returned; None if it may be kept.
+    retire_reason: str | None = None
+    #: A done future with the connection, which the fast path of asyncio returns.
+    ready_future: Any = None
+    #: Since when it is in use, by which task or thread, and (with `leak_after`) the stack.
+    since: float = field(init=False)
+    holder: Any = None
+    stack: Any = None
+    leak_reported: bool = False
+    #: Whether it was checked out with `getconn`, so that `putconn` may return it, once.
+    by_getconn: bool = False
 
-    def __init__(
-        self, conn: C, *, born: float, lifetime: float, guard: float, lease: Lease | None = None
-    ) -> None:
-        self.conn = conn
-        self.born = born
-        #: When it expires.
-        self.expires = born + lifetime
-        #: When its guard window begins.
+    def __post_init__(self, lifetime: float, guard: float) -> None:
+        self.since = self.born
+        self.expires = self.born + lifetime
         self.usable_until = self.expires - guard
-        #: Until when it may be handed out without a check.
-        self.fresh_until = -math.inf
-        self.lease = lease
-        self.place = Place.GONE
-        #: Why it is retired when it is returned; None if it may be kept.
-        self.retire_reason: str | None = None
-        #: A done future with the connection, which the fast path of asyncio returns.
-        self.ready_future: Any = None
-        #: Since when it is in use, by which task or thread, and (with `leak_after`) the stack.
-        self.since = born
-        self.holder: Any = None
-        self.stack: Any = None
-        self.leak_reported = False
-        #: Whether it was checked out with `getconn`, so that `putconn` may return it, once.
-        self.by_getconn = False
 
     @property
     def idle_since(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
@@ -18,17 +19,16 @@ from moored.kernel import Clock, Recorder, awaited, describe, refuse, unmet
 from moored.leases import Leases
 from moored.leases import sync as leases_sync
 
-from ._config import ReservoirConfig
+from ._config import ReservoirConfig, config_of
 from ._core import Core, Waiter
 from ._driver import Connect, DriverState, in_time
 from ._errors import PoolOverloaded, PoolTimeout
 from ._item import Item
-from ._pool_settings import config_of
 from ._psycopg_stats import counters, measures
 from ._recipe import Conninfo, Options
 from ._reservoir import Reservoir
 from ._run_sync import run_sync
-from ._statistics import Statistics
+from ._statistics import BUCKETS, Statistics
 from ._tokens import Provider, Tokens
 
 __all__ = ["Pool"]
@@ -159,20 +159,15 @@ class Pool(Generic[C]):
         self._failed_checks = 0
         self._opens_itself = open is not False
         # `connection()` must call the `getconn` and `putconn` of a subclass that overrides them.
-        shell = type(self)._shell()
+        home = __name__.rpartition(".")[0]
         self._by_methods = any(
-            getattr(type(self), name) is not getattr(shell, name) for name in ("getconn", "putconn")
+            not getattr(type(self), name).__module__.startswith(home)
+            for name in ("getconn", "putconn")
         )
         self._maker = os.getpid()
         self.reservoir.on_change_of_state = self._bind
         self._bind()
         self._set_up()
-
-    @classmethod
-    def _shell(cls) -> type[Any]:
-        """Return the pool class of this package that a user's class derives from."""
-        home = __name__.rpartition(".")[0]
-        return next(kind for kind in cls.__mro__ if kind.__module__.startswith(home))
 
     def _set_up(self) -> None:
         """Set the attributes that only this kind of pool has."""
@@ -256,19 +251,20 @@ class Pool(Generic[C]):
 
     def get_stats(self) -> dict[str, int]:
         """Return the statistics under the names of psycopg_pool."""
-        now = counters(
-            self.reservoir, failed_checks=self._failed_checks, returns_bad=self._returns_bad
-        )
+        now = self._counters()
         since = {name: value - self._popped.get(name, 0) for name, value in now.items()}
         return {**since, **measures(self.reservoir)}
 
     def pop_stats(self) -> dict[str, int]:
         """Return `get_stats()`, and reset its counters to zero."""
         stats = self.get_stats()
-        self._popped = counters(
+        self._popped = self._counters()
+        return stats
+
+    def _counters(self) -> dict[str, int]:
+        return counters(
             self.reservoir, failed_checks=self._failed_checks, returns_bad=self._returns_bad
         )
-        return stats
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.reservoir.place}: {self.reservoir.describe()}>"
@@ -478,7 +474,7 @@ class Pool(Generic[C]):
             item = waiter.item
             if item is None:
                 raise waiter.error or self._timed_out(timeout)
-            reservoir.latency.add(self._monotonic() - began)
+            reservoir.latency[bisect_left(BUCKETS, self._monotonic() - began)] += 1
         reservoir.mark(item, holder)
         return item
 

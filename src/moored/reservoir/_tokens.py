@@ -6,7 +6,6 @@ import asyncio
 import logging
 import math
 import os
-from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -64,7 +63,7 @@ Provider: TypeAlias = Callable[[], str | Token | Awaitable[str | Token]]
 
 
 class CachedTokens:
-    """Caches tokens of one identity, and fetches the next one before the current one expires.
+    """Caches the token of one identity, and fetches the next one before the current one expires.
 
     At `refresh_at` of a token's lifetime the next one is fetched in the background, if `get()` was
     called since the last fetch. Until then, and while the provider fails, `get()` returns the
@@ -75,8 +74,6 @@ class CachedTokens:
     :param lifetime: the maximum lifetime of a token in seconds; by default until the `expires_at`
         of the provider, or 15 minutes if there is none.
     :param refresh_at: the part of a token's lifetime after which the next one is fetched.
-    :param keep: how many tokens to keep; if the server rejects the newest, and no new one can be
-        fetched, an older one is used.
     :param timeout: how long the provider may take, in seconds.
     """
 
@@ -86,7 +83,6 @@ class CachedTokens:
         *,
         lifetime: float | None = None,
         refresh_at: float = 0.8,
-        keep: int = 3,
         timeout: float = 30.0,
         clock: Clock | None = None,
     ) -> None:
@@ -94,7 +90,6 @@ class CachedTokens:
         mistakes = unmet(
             ("lifetime", lifetime, lifetime is None or 0 < lifetime < math.inf, seconds),
             ("refresh_at", refresh_at, 0 < refresh_at < 1, "between 0 and 1"),
-            ("keep", keep, keep >= 1, "at least 1"),
             ("timeout", timeout, 0 < timeout < math.inf, seconds),
         )
         refuse("CachedTokens", mistakes)
@@ -103,12 +98,11 @@ class CachedTokens:
         self._refresh_at = refresh_at
         self._timeout = timeout
         self._clock = clock
-        self._cache: deque[_CachedToken] = deque(maxlen=keep)
+        self._cached: _CachedToken | None = None
         self._flight = SingleFlight()
         self._timers = Timers(clock)
         self._refresh: asyncio.Task[None] | None = None
         self._used = False
-        self._newest_rejected = False
         self._bound_to = (os.getpid(), 0)
         #: Counters: tokens fetched, failed fetches, tokens rejected by the server.
         self.fetched = 0
@@ -119,14 +113,10 @@ class CachedTokens:
         """Return a valid token; wait only if there is none in the cache."""
         self._used = True
         self._bind_to_loop()
-        cached = self._best()
+        cached = self._valid()
         if cached is None:
             await self._flight.do("token", self._fetch)
-            cached = self._best()
-        elif self._newest_rejected:
-            # This token is older than the rejected one: use it only if no new one can be fetched.
-            await self._refresh_quietly()
-            cached = self._best()
+            cached = self._valid()
         if cached is None:
             raise TokenError("the provider returned an expired token: check the clocks")
         if self._now() >= cached.refresh_at:
@@ -135,10 +125,9 @@ class CachedTokens:
 
     def reject(self, value: str) -> None:
         """Drop a token that the server rejected; the next `get()` fetches a new one."""
-        for cached in [cached for cached in self._cache if cached.value == value]:
-            self._cache.remove(cached)
+        if self._cached is not None and self._cached.value == value:
+            self._cached = None
             self.rejected += 1
-            self._newest_rejected = True
 
     def close(self) -> None:
         """Stop fetching tokens in the background."""
@@ -146,10 +135,9 @@ class CachedTokens:
         if self._refresh is not None:
             self._refresh.cancel()
 
-    def _best(self) -> _CachedToken | None:
-        now = self._now()
-        good = [cached for cached in self._cache if now < cached.good_until]
-        return max(good, key=lambda cached: cached.good_until, default=None)
+    def _valid(self) -> _CachedToken | None:
+        cached = self._cached
+        return cached if cached is not None and self._now() < cached.good_until else None
 
     async def _fetch(self) -> None:
         clock = self._clock or Clock.current()
@@ -169,9 +157,8 @@ class CachedTokens:
         if token.expires_at is not None:
             life = min(life, token.expires_at - requested_at_wall)
         self.fetched += 1
-        self._newest_rejected = False
         refresh_at = requested_at + life * self._refresh_at
-        self._cache.append(_CachedToken(token.value, requested_at + life, refresh_at))
+        self._cached = _CachedToken(token.value, requested_at + life, refresh_at)
         self._used = False
         self._timers.set("refresh", refresh_at, self._on_time)
 
@@ -190,8 +177,8 @@ class CachedTokens:
         try:
             await self._flight.do("token", self._fetch)
         except Exception as error:
-            best = self._best()
-            left = duration(best.good_until - self._now()) if best else "none"
+            valid = self._valid()
+            left = duration(valid.good_until - self._now()) if valid else "none"
             log.warning(
                 "fetching a new token failed (%s); the current one is valid for: %s",
                 describe(error),
@@ -210,8 +197,8 @@ class CachedTokens:
             self._timers, self._refresh = Timers(self._clock), None
 
     def __repr__(self) -> str:
-        best = self._best()
-        state = f"valid for {duration(best.good_until - self._now())}" if best else "none yet"
+        valid = self._valid()
+        state = f"valid for {duration(valid.good_until - self._now())}" if valid else "none yet"
         return f"<CachedTokens: {state}, {self.fetched} fetched, {self.failures} failed>"
 
 

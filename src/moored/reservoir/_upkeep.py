@@ -238,7 +238,7 @@ class Upkeep(Generic[C]):
                 stage = "configure"
                 await self._prepare(conn)
         except BaseException as error:
-            await self._undo(conn, lease)
+            await self._close_and_release(conn, lease)
             with self._lock:
                 self.core.failed()
             if isinstance(error, asyncio.CancelledError):
@@ -348,7 +348,7 @@ class Upkeep(Generic[C]):
         self._need.set()
         self._reservoir.note_change()
 
-    async def _undo(self, conn: Any, lease: Lease | None) -> None:
+    async def _close_and_release(self, conn: Any, lease: Lease | None) -> None:
         try:
             if conn is not None:
                 await self._close(conn)
@@ -448,20 +448,16 @@ class Upkeep(Generic[C]):
     async def _close_item(self, item: Item[C]) -> None:
         """Close a connection, and then release its lease."""
         try:
-            await self._close(item.conn)
+            await self._close_and_release(item.conn, item.lease)
         finally:
-            try:
-                if item.lease is not None:
-                    await item.lease.release()
-            finally:
-                with self._lock:
-                    self.core.closed()
-                if isinstance(self.last_error, LeaseDenied):
-                    # A lease is free now: try to get it before another process does.
-                    self._pause_until = -math.inf
-                self._need.set()
-                self._reservoir.note_change()
-                await self._leave_when_empty()
+            with self._lock:
+                self.core.closed()
+            if isinstance(self.last_error, LeaseDenied):
+                # A lease is free now: try to get it before another process does.
+                self._pause_until = -math.inf
+            self._need.set()
+            self._reservoir.note_change()
+            await self._leave_when_empty()
 
     async def _close(self, conn: Any) -> None:
         driver = self.recipe.driver
