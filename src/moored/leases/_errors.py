@@ -19,16 +19,6 @@ from typing import Literal
 
 from moored.kernel import MooredError
 
-__all__ = [
-    "FenceRejected",
-    "LeaseError",
-    "LeaseLost",
-    "LeaseRefused",
-    "LossReason",
-    "StoreMisconfigured",
-    "StoreUnavailable",
-]
-
 #: Why a holder lost its lease.
 LossReason = Literal["expired", "gone", "refused", "closed"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import KW_ONLY, dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -22,39 +23,33 @@ _CANCELLED = asyncio.CancelledError
 POLL = (0.05, 1.0)
 
 
+@dataclass(eq=False, repr=False)
 class Exclusive:
     """An exclusive lease as an async context manager, made by `Leases.exclusive`."""
 
-    def __init__(
-        self,
-        leases: Leases,
-        key: str,
-        *,
-        ttl: float,
-        wait: float | None,
-        owner: str | None,
-        cancel: bool,
-    ) -> None:
-        self._leases = leases
-        self._key = key
-        self._ttl = ttl
-        self._wait = wait
-        self._owner = owner
-        self._cancel = cancel
-        self._lease: Lease | None = None
-        self._task: asyncio.Task[object] | None = None
-        self._cancelled = False
-        self._cancelling = 0
+    leases: Leases
+    key: str
+    _: KW_ONLY
+    ttl: float
+    wait: float | None
+    owner: str | None
+    cancel: bool
+    _lease: Lease | None = field(default=None, init=False)
+    _task: asyncio.Task[object] | None = field(default=None, init=False)
+    _cancelled: bool = field(default=False, init=False)
+    _cancelling: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
         what = "at least 0 seconds, or None to wait without limit"
-        refuse("exclusive", unmet(("wait", wait, (wait or 0) >= 0, what)))
+        refuse("exclusive", unmet(("wait", self.wait, (self.wait or 0) >= 0, what)))
 
     async def acquire(self) -> Lease:
         """Wait for the lease, without a block; raises `LeaseRefused` after `wait` seconds."""
-        clock = self._leases._clock
-        deadline = Deadline.after(self._wait, clock)
+        clock = self.leases._clock
+        deadline = Deadline.after(self.wait, clock)
         polls = Backoff(*POLL, jitter=0.25, clock=clock)
         while True:
-            lease = await self._leases.acquire(self._key, limit=1, ttl=self._ttl, owner=self._owner)
+            lease = await self.leases.acquire(self.key, limit=1, ttl=self.ttl, owner=self.owner)
             if lease is not None:
                 return lease
             left = deadline.remaining()
@@ -63,17 +58,17 @@ class Exclusive:
             await asyncio.sleep(min(polls.fail(), left))
 
     async def _refusal(self) -> str:
-        waited = "" if not self._wait else f" within {self._wait:g} s"
+        waited = "" if not self.wait else f" within {self.wait:g} s"
         try:
-            held = await self._leases.held(self._key)
+            held = await self.leases.held(self.key)
         except StoreUnavailable:
             held = ()
         if not held:
-            return f"no lease of {self._key!r}{waited}: other owners acquired it first"
-        now = self._leases._clock.wall()
+            return f"no lease of {self.key!r}{waited}: other owners acquired it first"
+        now = self.leases._clock.wall()
         holder, age = held[0].holder, duration(now - held[0].created_at)
         return (
-            f"no lease of {self._key!r}{waited}: held by {holder.owner} of {holder.service_name} "
+            f"no lease of {self.key!r}{waited}: held by {holder.owner} of {holder.service_name} "
             f"(host {holder.host}, pid {holder.pid}, for {age}); it expires in "
             f"{duration(held[0].expires_in)} unless it is renewed"
         )
@@ -82,7 +77,7 @@ class Exclusive:
         if self._lease is not None:
             raise RuntimeError("this exclusive() block was entered before: call exclusive() again")
         self._lease = await self.acquire()
-        if self._cancel:
+        if self.cancel:
             self._task = asyncio.current_task()
             self._cancelling = 0 if self._task is None else self._task.cancelling()
             self._lease.on_lost(self._interrupt)

@@ -76,7 +76,12 @@ class CounterStore(DynamoStore):
         await self._ready()
         now = self._time.reached()
         items = await self._sweeper.leases(None if key is None else endpoint_of(key))
-        return [self._held(item) for item in items if ends_ms(item) >= now]
+        latest = self._time.latest()
+        return [
+            held(key_of(item), id_of(item), item, ends, latest)
+            for item in items
+            if (ends := ends_ms(item)) >= now
+        ]
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, {self._sweeper}>"
@@ -139,10 +144,6 @@ class CounterStore(DynamoStore):
     async def _ready(self) -> None:
         await super()._ready()
         await self._sweeper.start()
-
-    def _held(self, item: Item) -> Held:
-        latest = self._time.latest()
-        return held(key_of(item), id_of(item), item, ends=ends_ms(item) / 1000, latest=latest)
 
 
 def _shared(request: Request) -> Request:

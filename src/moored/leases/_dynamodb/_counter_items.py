@@ -22,19 +22,6 @@ from typing import Any
 from .._store import Request
 from ._items import Item, expression, holder_values, number, number_of, text, text_of
 
-__all__ = [
-    "COUNTER",
-    "LEASE",
-    "add_lease",
-    "counter_of",
-    "endpoint_of",
-    "ends_ms",
-    "id_of",
-    "key_of",
-    "lease_of",
-    "remove_leases",
-]
-
 COUNTER = "dsqllease_counter#"
 LEASE = "dsqllease#"
 #: A pool's key for its connections is this prefix, the host and the port.

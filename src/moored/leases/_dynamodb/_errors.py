@@ -17,19 +17,6 @@ from .._errors import StoreMisconfigured, StoreUnavailable
 from ._config import DynamoConfig
 from ._setup_help import create_command, policy
 
-__all__ = [
-    "Cancelled",
-    "ConditionFailed",
-    "Reason",
-    "code_of",
-    "headers_of",
-    "is_conflict",
-    "may_be_retried",
-    "misconfigured",
-    "translate",
-    "unavailable",
-]
-
 #: Error codes of requests, or of their parts, that may succeed when they are retried.
 _BUSY = frozenset(
     {
@@ -48,17 +35,8 @@ _CONFLICT = frozenset(
 )
 _CLOCK = frozenset({"InvalidSignatureException", "RequestExpired", "RequestTimeTooSkewed"})
 _DENIED = frozenset({"AccessDenied", "AccessDeniedException", "NotAuthorized"})
-_IDENTITY = frozenset(
-    {
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "IncompleteSignature",
-        "InvalidClientTokenId",
-        "MissingAuthenticationToken",
-        "MissingAuthenticationTokenException",
-        "UnrecognizedClientException",
-    }
-)
+#: Parts of the error codes of credentials that are missing, wrong or expired.
+_IDENTITY = ("Token", "Signature", "UnrecognizedClient")
 _CREDENTIALS = (
     exceptions.NoCredentialsError,
     exceptions.PartialCredentialsError,
@@ -113,12 +91,6 @@ def code_of(error: BaseException) -> str:
     if isinstance(error, exceptions.ClientError):
         return str(error.response.get("Error", {}).get("Code", ""))
     return type(error).__name__
-
-
-def headers_of(reply: Mapping[str, Any]) -> Mapping[str, str]:
-    """Return the headers of a response, with names in lower case."""
-    headers: Mapping[str, str] = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    return headers
 
 
 def may_be_retried(error: BaseException) -> bool:
@@ -191,7 +163,7 @@ def _remedy(code: str, config: DynamoConfig, wall_error: float) -> str:
         return f"allow {policy(config)}"
     if code in _CLOCK and abs(wall_error) > 60:
         return f"correct this machine's clock, which is wrong by {wall_error:+.0f} s"
-    if code in _CLOCK or code in _IDENTITY:
+    if code in _CLOCK or any(part in code for part in _IDENTITY):
         return "check the credentials (AWS_ACCESS_KEY_ID, AWS_PROFILE, or the machine's role)"
     return "see the cause"
 

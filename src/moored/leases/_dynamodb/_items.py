@@ -5,23 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from .._store import Held, Holder
-
-__all__ = [
-    "KEPT",
-    "Item",
-    "assigned",
-    "expression",
-    "held",
-    "holder_values",
-    "millis",
-    "number",
-    "number_of",
-    "text",
-    "text_of",
-]
 
 Item = Mapping[str, Any]
 
@@ -77,27 +64,17 @@ def assigned(values: Iterable[str]) -> str:
 
 def holder_values(holder: Holder) -> dict[str, dict[str, str]]:
     """Return the attributes of a lease's holder."""
-    return {
-        "service_name": text(holder.service_name),
-        "owner": text(holder.owner),
-        "host": text(holder.host),
-        "pid": number(holder.pid),
-    }
+    values = asdict(holder).items()
+    return {name: number(v) if isinstance(v, int) else text(v) for name, v in values}
 
 
-def held(key: str, lease_id: str, item: Item, *, ends: float, latest: float) -> Held:
-    """Return the live lease of an item that expires at `ends`; it is at most `latest` now."""
+def held(key: str, lease_id: str, item: Item, ends_ms: int, latest: float) -> Held:
+    """Return the live lease of an item; it is at most `latest` now, in seconds."""
     holder = Holder(
         service_name=text_of(item, "service_name"),
         owner=text_of(item, "owner"),
         host=text_of(item, "host"),
         pid=number_of(item, "pid"),
     )
-    return Held(
-        key=key,
-        id=lease_id,
-        fence=number_of(item, "fence"),
-        holder=holder,
-        created_at=number_of(item, "created_ms") / 1000,
-        expires_in=max(ends - latest, 0.0),
-    )
+    created_at, left = number_of(item, "created_ms") / 1000, max(ends_ms / 1000 - latest, 0.0)
+    return Held(key, lease_id, number_of(item, "fence"), holder, created_at, left)

@@ -16,7 +16,7 @@ from aiobotocore.session import get_session  # type: ignore[import-untyped]
 from moored.kernel import Backoff, Clock
 
 from ._config import DynamoConfig
-from ._errors import headers_of, is_conflict, may_be_retried, translate, unavailable
+from ._errors import is_conflict, may_be_retried, translate, unavailable
 from ._time import ServerTime
 
 __all__ = ["DynamoLink", "Reply"]
@@ -110,7 +110,7 @@ class DynamoLink:
         return reply
 
     def _observe(self, reply: Reply, sent: float) -> None:
-        date = headers_of(reply).get("date")
+        date = reply.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
         self.time.observe(date, sent=sent, received=self.clock.monotonic())
 
     async def _connected(self) -> Any:

@@ -27,17 +27,21 @@ ACTIONS = {
 }
 
 
+def key_attributes(config: DynamoConfig) -> list[tuple[str, str, str]]:
+    """Return the name, the type and the role of each attribute of the table's key."""
+    return [("pk", "S", "HASH"), *([("slot", "N", "RANGE")] if config.layout == SLOTS else [])]
+
+
 def create_command(config: DynamoConfig) -> str:
     """Return the AWS command line that creates the table."""
-    attributes, keys = "AttributeName=pk,AttributeType=S", "AttributeName=pk,KeyType=HASH"
-    if config.layout == SLOTS:
-        attributes += " AttributeName=slot,AttributeType=N"
-        keys += " AttributeName=slot,KeyType=RANGE"
+    keys = key_attributes(config)
+    attributes = " ".join(f"AttributeName={name},AttributeType={of}" for name, of, _ in keys)
+    schema = " ".join(f"AttributeName={name},KeyType={kind}" for name, _, kind in keys)
     where = f" --region {config.region}" if config.region else ""
     where += f" --endpoint-url {config.endpoint_url}" if config.endpoint_url else ""
     return (
         f"aws dynamodb create-table --table-name {config.table} --billing-mode PAY_PER_REQUEST "
-        f"--attribute-definitions {attributes} --key-schema {keys}{where}"
+        f"--attribute-definitions {attributes} --key-schema {schema}{where}"
     )
 
 

@@ -83,17 +83,24 @@ class SlotStore(DynamoStore):
     async def held(self, key: str | None = None) -> Sequence[Held]:
         """Return the live leases of one key (a query), or of all keys (a scan of the table)."""
         await self._table.ready()
-        values = {"now": number(self._time.reached())}
+        values = {"pk": text(SLOT + (key or "")), "now": number(self._time.reached())}
         if key is not None:
-            values["pk"] = text(SLOT + key)
             wanted = expression(values, KeyCondition="#pk = :pk", Filter="#expires_ms >= :now")
-            items = await self._table.collect("query", ConsistentRead=True, **wanted)
         else:
-            values["pk"] = text(SLOT)
-            live = "begins_with(#pk, :pk) AND #expires_ms >= :now"
-            wanted = expression(values, Filter=live)
-            items = await self._table.collect("scan", ConsistentRead=True, **wanted)
-        return [self._held(item) for item in items]
+            wanted = expression(values, Filter="begins_with(#pk, :pk) AND #expires_ms >= :now")
+        operation = "scan" if key is None else "query"
+        items = await self._table.collect(operation, ConsistentRead=True, **wanted)
+        latest = self._time.latest()
+        return [
+            held(
+                text_of(item, "pk").removeprefix(SLOT),
+                text_of(item, "id"),
+                item,
+                number_of(item, "expires_ms"),
+                latest,
+            )
+            for item in items
+        ]
 
     # -- acquire ---------------------------------------------------------------------------------
 
@@ -197,15 +204,6 @@ class SlotStore(DynamoStore):
     def _kept(self, ttl: float) -> int:
         """Return the `ttl_epoch` of an item, long after the time at which it is last needed."""
         return int(self._time.latest() + ttl) + KEPT
-
-    def _held(self, item: Item) -> Held:
-        return held(
-            text_of(item, "pk").removeprefix(SLOT),
-            text_of(item, "id"),
-            item,
-            ends=number_of(item, "expires_ms") / 1000,
-            latest=self._time.latest(),
-        )
 
 
 def _item_key(pk: str, slot: int) -> dict[str, Any]:

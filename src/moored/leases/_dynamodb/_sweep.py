@@ -121,11 +121,8 @@ class Sweeper:
         # A key may begin with another key and a "#".
         return [item for item in found if key is None or key_of(item) == key]
 
-    async def remove(
-        self, leases: Iterable[tuple[str, str]], condition: str
-    ) -> set[tuple[str, str]]:
-        """Delete the leases that meet the condition, and decrement their counters; both are given
-        and returned as keys and ids."""
+    async def remove(self, leases: Iterable[KeyAndId], condition: str) -> set[KeyAndId]:
+        """Delete the leases that meet the condition, and decrement their counters."""
         by_key: dict[str, list[str]] = {}
         for key, lease in dict.fromkeys(leases):
             by_key.setdefault(key, []).append(lease)

@@ -9,11 +9,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from typing import Any, TypeVar
 
 from .._errors import StoreMisconfigured
-from ._config import SLOTS, DynamoConfig
+from ._config import DynamoConfig
 from ._errors import ConditionFailed, code_of, misconfigured, unavailable
 from ._items import Item, assigned, expression
 from ._link import DynamoLink, Reply
-from ._setup_help import create_command
+from ._setup_help import create_command, key_attributes
 
 __all__ = ["DynamoTable"]
 
@@ -119,11 +119,16 @@ class DynamoTable:
                 raise
 
     async def _check(self, table: Reply) -> None:
-        wanted = _schema(self.config)
+        wanted = [name for name, _, _ in key_attributes(self.config)]
         for _ in range(round(_CREATED_WITHIN / _POLL_EVERY)):
             state = table["Table"]
-            if not _same(state.get("KeySchema", []), wanted["KeySchema"]):
-                raise self._wrong_keys(state)
+            keys = [each.get("AttributeName") for each in state.get("KeySchema", [])]
+            if keys != wanted:
+                raise misconfigured(
+                    self.config,
+                    f"its key is {keys}, and layout={self.config.layout} needs {wanted}",
+                    f"use another table: {create_command(self.config)}",
+                )
             if state.get("TableStatus") in ("ACTIVE", "UPDATING"):
                 return
             await asyncio.sleep(_POLL_EVERY)
@@ -131,22 +136,13 @@ class DynamoTable:
         status = table["Table"].get("TableStatus")
         raise unavailable(self.config, f"it is still {status} after {_CREATED_WITHIN:g} s")
 
-    def _wrong_keys(self, state: Reply) -> StoreMisconfigured:
-        keys = [each.get("AttributeName") for each in state.get("KeySchema", [])]
-        wanted = [each["AttributeName"] for each in _schema(self.config)["KeySchema"]]
-        return misconfigured(
-            self.config,
-            f"its key is {keys}, and layout={self.config.layout} needs {wanted}",
-            f"use another table: {create_command(self.config)}",
-        )
-
 
 def _is_missing(error: StoreMisconfigured) -> bool:
     return code_of(error.__cause__ or error) == "ResourceNotFoundException"
 
 
 def _schema(config: DynamoConfig) -> dict[str, Any]:
-    keys = [("pk", "S", "HASH")] + ([("slot", "N", "RANGE")] if config.layout == SLOTS else [])
+    keys = key_attributes(config)
     return {
         "BillingMode": "PAY_PER_REQUEST",
         "KeySchema": [{"AttributeName": name, "KeyType": kind} for name, _, kind in keys],
@@ -154,9 +150,3 @@ def _schema(config: DynamoConfig) -> dict[str, Any]:
             {"AttributeName": name, "AttributeType": of} for name, of, _ in keys
         ],
     }
-
-
-def _same(found: list[dict[str, str]], wanted: list[dict[str, str]]) -> bool:
-    return [(k["AttributeName"], k["KeyType"]) for k in found] == [
-        (k["AttributeName"], k["KeyType"]) for k in wanted
-    ]

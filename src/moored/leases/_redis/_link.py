@@ -37,8 +37,6 @@ class RedisLink:
 
     def __init__(self, config: RedisConfig) -> None:
         self.config = config
-        #: Server settings that put leases at risk; set after the first call.
-        self.warnings: tuple[str, ...] = ()
         self._client = config.client()
         self._slots = asyncio.Semaphore(config.connections)
         self._checked = False
@@ -141,9 +139,15 @@ class RedisLink:
                 info = {}
                 await self._client.execute_command("PING")
         self._checked = True
-        self.warnings = _risks(_of_one_server(info))
-        for warning in self.warnings:
-            log.warning("Redis at %s: %s", self.config.place, warning)
+        known = _of_one_server(info)
+        policy = known.get("maxmemory_policy", "noeviction")
+        if policy != "noeviction" and known.get("maxmemory"):
+            log.warning(
+                "Redis at %s: maxmemory-policy is %s, so leases may be evicted when memory is "
+                "short, and the limit would be exceeded; set it to noeviction",
+                self.config.place,
+                policy,
+            )
 
 
 def _of_one_server(info: Any) -> dict[str, Any]:
@@ -151,13 +155,3 @@ def _of_one_server(info: Any) -> dict[str, Any]:
     if isinstance(info, dict) and "maxmemory" not in info:
         info = next((each for each in info.values() if isinstance(each, dict)), info)
     return info if isinstance(info, dict) else {}
-
-
-def _risks(info: dict[str, Any]) -> tuple[str, ...]:
-    policy = info.get("maxmemory_policy", "noeviction")
-    if policy == "noeviction" or not info.get("maxmemory"):
-        return ()
-    return (
-        f"maxmemory-policy is {policy}, so leases may be evicted when memory is short, and the "
-        "limit would be exceeded; set it to noeviction",
-    )

@@ -44,11 +44,6 @@ class RedisStore:
         self._link = RedisLink(config)
         self._prefix = config.prefix
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Server settings that put leases at risk; empty before `open`."""
-        return self._link.warnings
-
     async def open(self) -> None:
         """Connect, and warn about server settings that put leases at risk."""
         await self._link.check()
