@@ -62,7 +62,7 @@ def test_fresh_copies_the_settings_and_not_the_failures() -> None:
     backoff.fail()
     fresh = backoff.fresh()
     assert fresh.attempts == 0
-    for name in ("start", "max", "factor", "jitter", "max_attempts", "_clock"):
+    for name in ("start", "max", "factor", "jitter", "max_attempts", "clock"):
         assert getattr(fresh, name) == getattr(backoff, name)
 
 

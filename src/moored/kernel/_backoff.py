@@ -16,7 +16,7 @@ f (0…1)    b · (1 + uniform in [-f, f)) a pause near b; 0.25 is b give or tak
 from __future__ import annotations
 
 import math
-from copy import copy
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Literal
 
 from ._clock import Clock
@@ -28,6 +28,7 @@ __all__ = ["Backoff", "Jitter"]
 Jitter = Literal["none", "full", "half"] | float
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Backoff:
     """Exponential delays between attempts, capped and jittered.
 
@@ -38,52 +39,35 @@ class Backoff:
     dropped is not a success.
     """
 
-    __slots__ = (
-        "_base",
-        "_clock",
-        "_failing_since",
-        "attempts",
-        "factor",
-        "jitter",
-        "max",
-        "max_attempts",
-        "start",
-    )
+    start: float = 1.0
+    max: float = 10.0
+    _: KW_ONLY
+    factor: float = 2.0
+    jitter: Jitter = "none"
+    max_attempts: int | None = None
+    clock: Clock | None = None
+    #: Failures since the last success.
+    attempts: int = field(default=0, init=False)
+    _base: float = field(init=False)
+    _failing_since: float | None = field(default=None, init=False)
 
-    def __init__(
-        self,
-        start: float = 1.0,
-        max: float = 10.0,  # noqa: A002 - the usual name of this option
-        *,
-        factor: float = 2.0,
-        jitter: Jitter = "none",
-        max_attempts: int | None = None,
-        clock: Clock | None = None,
-    ) -> None:
+    def __post_init__(self) -> None:
+        start, longest, factor, jitter = self.start, self.max, self.factor, self.jitter
         known = jitter in ("none", "full", "half") if isinstance(jitter, str) else 0 <= jitter <= 1
-        attempts = max_attempts is None or max_attempts >= 1
+        attempts = self.max_attempts is None or self.max_attempts >= 1
         mistakes = unmet(
             ("start", start, 0 < start < math.inf, "more than 0 seconds, and finite"),
-            ("max", max, start <= max < math.inf, f"at least {start=} seconds, and finite"),
+            ("max", longest, start <= longest < math.inf, f"at least {start=} seconds, and finite"),
             ("factor", factor, 1 <= factor < math.inf, "at least 1, and finite"),
             ("jitter", jitter, known, "'none', 'full', 'half' or a number from 0 to 1"),
-            ("max_attempts", max_attempts, attempts, "at least 1, or None for no limit"),
+            ("max_attempts", self.max_attempts, attempts, "at least 1, or None for no limit"),
         )
         refuse("Backoff", mistakes)
-        self.start = start
-        self.max = max
-        self.factor = factor
-        self.jitter = jitter
-        self.max_attempts = max_attempts
-        #: Failures since the last success.
-        self.attempts = 0
-        self._clock = clock
         self._base = start
-        self._failing_since: float | None = None
 
     def fail(self) -> float:
         """Count a failed attempt, and return the seconds to wait before the next one."""
-        clock = self._clock or Clock.current()
+        clock = self.clock or Clock.current()
         self.attempts += 1
         if self._failing_since is None:
             self._failing_since = clock.monotonic()
@@ -104,16 +88,14 @@ class Backoff:
 
     def fresh(self) -> Backoff:
         """Return a new backoff with the same settings and no failures."""
-        fresh = copy(self)
-        fresh.succeed()
-        return fresh
+        return replace(self)
 
     @property
     def retrying_for(self) -> float:
         """Seconds since the first failure after the last success; 0.0 when nothing failed."""
         if self._failing_since is None:
             return 0.0
-        return (self._clock or Clock.current()).monotonic() - self._failing_since
+        return (self.clock or Clock.current()).monotonic() - self._failing_since
 
     def __repr__(self) -> str:
         limit = "" if self.max_attempts is None else f" of {self.max_attempts}"
