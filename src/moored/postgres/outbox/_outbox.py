@@ -82,6 +82,7 @@ class Outbox:
     :param listener: a `Listener`, whose notifications wake the consumers. Without one, and while
         it is down, consumers read every second, otherwise every 30 s as well.
     :param schema: where the tables are.
+    :param install: run `install()` at the start; otherwise `moored outbox install` has run before.
     :param retain: how long events are kept, in seconds. A consumer that is further behind gets a
         `Reset`. None leaves the upkeep, also new partitions, to others (`moored outbox prune`).
     :param max_bytes: drop the oldest partitions beyond this size, except the current one.
@@ -96,6 +97,7 @@ class Outbox:
         *,
         listener: WakeSource | None = None,
         schema: str = "moored",
+        install: bool = False,
         retain: float | None = 7 * _DAY,
         max_bytes: int | None = None,
         partition: float = _DAY,
@@ -117,6 +119,7 @@ class Outbox:
         self.partition = partition
         #: The last state that was queried, every 15 s while the outbox is open; None before.
         self.last_status: OutboxStatus | None = None
+        self._install = install
         self._show_queries = show_queries
         self._listener = listener
         self._clock = clock
@@ -140,24 +143,26 @@ class Outbox:
         """
         if self._stack is not None:
             raise PostgresError(f"{self!r} was opened before: create a new one")
-        self._stack = AsyncExitStack()
         self.wakes = Wakes(self._listener, _ddl.wake_channel(self.schema))
         children = [Child("poll", self.wakes.poll), Child("watch", self._watch)]
         if self._listener is not None:
             children.append(Child("listen", self.wakes.listen))
         if self.retain is not None:
             children.append(Child("upkeep", self._upkeep))
-        if self._own is not None:
-            await self._stack.enter_async_context(self._own)
         self._supervisor = Supervisor(
             "outbox", children=children, clock=self._clock, recorder=self._recorder
         )
-        await self._stack.enter_async_context(self._supervisor)
+        async with AsyncExitStack() as stack:
+            if self._own is not None:
+                await stack.enter_async_context(self._own)
+            if self._install:
+                await self.install()
+            await stack.enter_async_context(self._supervisor)
+            self._stack = stack.pop_all()
 
     async def close(self) -> None:
         """End every consumer, store their cursors, and stop the upkeep."""
-        for consumer in list(self._consumers):
-            await consumer.aclose()
+        await asyncio.gather(*(consumer.aclose() for consumer in self._consumers))
         if self._stack is not None:
             await self._stack.aclose()
 
