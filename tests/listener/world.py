@@ -18,6 +18,7 @@ from unittest import mock
 
 from moored.postgres.listen import Gap, Listener, Notification, Subscription, _listener
 from moored.postgres.listen._direct import DirectConnection, Receive
+from moored.postgres.server import Resolver
 from moored.testing import Sim
 
 __all__ = ["Server", "World", "seams"]
@@ -356,7 +357,7 @@ def seams() -> Iterator[None]:
 
     with (
         mock.patch.object(_listener, "open_direct", open_direct),
-        mock.patch.object(_listener.Resolver, "conninfo", conninfo),
+        mock.patch.object(Resolver, "conninfo", conninfo),
     ):
         yield
 

@@ -18,6 +18,7 @@ from .decode import (
     Truncate,
     Update,
 )
+from .listen import Gap, Listener, Notification, NotifyRefused, PoolerRefused, Subscription
 from .outbox import (
     ConsumerLag,
     ConsumerReplaced,
@@ -49,6 +50,11 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "OutboxEvent",
     "OutboxStatus",
     "OutboxUpkeep",
+    # The listener
+    "Gap",
+    "Listener",
+    "Notification",
+    "Subscription",
     # State
     "ConnectionState",
     "Health",
@@ -72,6 +78,8 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "ConsumerReplaced",
     "PostgresError",
     "DecodeError",
+    "NotifyRefused",
+    "PoolerRefused",
     "StateError",
     "StreamEnded",
 ]

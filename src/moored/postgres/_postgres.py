@@ -33,6 +33,7 @@ from ._errors import ConfigurationError, PostgresError
 from ._position import Position
 from ._settings import Settings, default_state_dir
 from .consume import Changes, mistakes
+from .listen import Listener
 from .manage import Manager, Restarter, Role, Stack
 from .report import (
     CONDITIONS,
@@ -61,7 +62,8 @@ class Postgres:
     :param database_url: for `connection()`; it may lead to a pooler.
     :param replication_url: the server itself, for replication, lock and administration;
         `database_url`, if not given.
-    :param notify_url: the server itself, for the planned listener; `replication_url`, if not given.
+    :param notify_url: the server itself, for `listener`. Without it, the first subscription opens
+        the listener with `database_url`, unless that leads to a pooler; "" turns the listener off.
     :param stream_id: names the slot, the publication, the lock and the state file: instances with
         the same `stream_id` take turns, different ones stream in parallel.
     :param pool_size: connections of both pools together.
@@ -139,9 +141,9 @@ class Postgres:
             application_name=application_name,
             show_queries=show_queries,
         )
-        #: The URL for the planned listener.
-        self.notify_url = notify_url or self.settings.replication_url
-        SECRETS.add_from(self.notify_url)
+        #: The URL of the listener; None for `database_url`, and "" for no listener.
+        self.notify_url = notify_url
+        SECRETS.add_from(notify_url or "")
         self._clock = clock
         self._recorder = recorder
         self._state = "new"
@@ -177,6 +179,7 @@ class Postgres:
         )
         # Until the first run, a manager that has nothing to report.
         self._manager = Manager(stack, self._restarter.used)
+        self._listener = self._new_listener()
         self._supervisor = self._tree()
         await self._supervisor.start()
 
@@ -190,13 +193,36 @@ class Postgres:
             significant=True,
             auto_shutdown="any_significant",
         )
+        listener = [] if self._listener is None or not self.notify_url else [self._listener.child()]
         return Supervisor(
             "postgres",
-            children=[connection],
+            children=[connection, *listener],
             auto_shutdown="any_significant",
             recorder=self.recorder,
             clock=self.clock,
         )
+
+    def _new_listener(self) -> Listener | None:
+        """Return the listener; without a URL of its own, its first subscription starts it."""
+        if self.notify_url == "":
+            return None
+        settings = self.settings
+        listener = Listener(
+            self.notify_url or settings.database_url,
+            notify_through=self,
+            # A canary would count as a use, and nothing would ever sleep.
+            canary_every=5.0 if settings.sleep_after is None else None,
+            optional=self.notify_url is None,
+            name=settings.stream_id,
+            application_name=f"{settings.application_name} listener",
+            clock=self.clock,
+            recorder=self.recorder,
+        )
+        if self.notify_url is None:
+            listener.on_first_use = lambda: self._supervisor.start_child(listener.child())
+        else:
+            listener.on_refused = lambda error: self._fail(str(error))
+        return listener
 
     def _connection_child(self) -> Child:
         """Return the manager and its connections, as one child; created again after each sleep."""
@@ -236,6 +262,8 @@ class Postgres:
         self._fatal = text
         log.error("%s", text)
         self._hub.end(ConfigurationError(text))
+        if self._listener is not None:
+            self._listener.end(ConfigurationError(text))
         self.monitor.clear(CONDITIONS[0], text)
 
     async def close(self) -> None:
@@ -246,6 +274,8 @@ class Postgres:
         self._state = "closed"
         self._hub.end(None)
         await self._supervisor.stop()
+        if self._listener is not None:
+            self._listener.end()
         self._stack.events.end()
         await asyncio.to_thread(self._stack.store.close)
 
@@ -411,6 +441,12 @@ class Postgres:
         return self._state == "open"
 
     @property
+    def listener(self) -> Listener | None:
+        """The listener; None if it is turned off by `notify_url=""`."""
+        self._check_opened()
+        return self._listener
+
+    @property
     def fatal(self) -> str | None:
         """The text of a fatal error, which an operator must correct; None if there is none."""
         return self._fatal
@@ -428,7 +464,9 @@ class Postgres:
         if self._fatal is not None:
             return Health.FAILED
         found = self.monitor.status().health
-        return Health.DEGRADED if found is Health.ACTIVE and self._hub.pressure.stalled else found
+        deaf = self._listener is not None and self._listener.is_open and not self._listener.up
+        impaired = deaf or self._hub.pressure.stalled
+        return Health.DEGRADED if found is Health.ACTIVE and impaired else found
 
     async def wait_until_active(self, timeout: float | None = None) -> None:
         """Wait until the health is `ACTIVE`; wake the stream if it sleeps.
@@ -461,17 +499,21 @@ class Postgres:
     def statistics(self) -> dict[str, Any]:
         """Return the whole state as plain data, as `/v1/status` of the service shows it."""
         self._check_opened()
-        return report(
+        found = report(
             self._stack,
             self._manager,
             health=self.health,
             fatal=self._fatal,
             restarts=self._restarts,
         )
+        return {**found, "listener": self._listener and self._listener.statistics()}
 
     def explain(self) -> str:
         """Return as text what the manager is doing, what it waits for, and what to do about it."""
-        return explain(self.statistics())
+        text = explain(self.statistics())
+        if self._listener is None or not self._listener.is_open:
+            return text
+        return f"{text}\nlistener {self._listener.explain()}"
 
     def tree(self) -> Tree:
         """Return the supervision tree; the owners of the connections show their health in it."""

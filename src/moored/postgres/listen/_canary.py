@@ -48,7 +48,9 @@ class Canary:
         self, pooled: PooledPath | None, figures: ListenerFigures, clock: Clock, *, optional: bool
     ) -> None:
         self.channel = f"moored_canary_{uuid4().hex}"
-        self._pooled: Notify | None = pooled and partial(pooled.notify, timeout=POOLED_LIMIT)
+        self._pooled: Notify | None = None
+        if pooled is not None:
+            self._pooled = partial(pooled.notify, timeout=POOLED_LIMIT)
         self._figures = figures
         self._clock = clock
         self._optional = optional

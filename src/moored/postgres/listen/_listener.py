@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -59,7 +59,8 @@ class Listener:
     :param heartbeat: seconds between two queries that prove that the server answers; they read the
         usage of the notification queue.
     :param canary_every: seconds between two notifications that are sent through `notify_through` to
-        this listener. Each wakes every listener of the database: raise it for hundreds of them.
+        this listener. Each wakes every listener of the database: raise it for hundreds of them;
+        None sends none.
     :param optional: turn off, with a warning, instead of refusing a pooler.
     :param name: the name in metrics and logs.
     :param application_name: the `application_name` of the connection, unless the URL has one.
@@ -71,7 +72,7 @@ class Listener:
         *,
         notify_through: Any = None,
         heartbeat: float = 5.0,
-        canary_every: float = 5.0,
+        canary_every: float | None = 5.0,
         optional: bool = False,
         name: str = "listener",
         application_name: str = "moored listener",
@@ -85,12 +86,19 @@ class Listener:
             "Listener",
             unmet(
                 ("heartbeat", heartbeat, heartbeat > 0, "more than 0 seconds"),
-                ("canary_every", canary_every, canary_every > 0, "more than 0 seconds"),
+                (
+                    "canary_every",
+                    canary_every,
+                    canary_every is None or canary_every > 0,
+                    "more than 0 seconds, or None",
+                ),
             ),
         )
         self.name = name
-        #: Called with the reason, when an operator must change something before it can work.
+        #: Called if an operator must change something, according to the first attempt.
         self.on_refused: Callable[[ConfigurationError], None] = lambda error: None
+        #: Called by the first subscription, if the listener was not opened before: starts it.
+        self.on_first_use: Callable[[], Awaitable[object]] | None = None
         self._url = url
         self._pooled = None if notify_through is None else PooledPath(notify_through)
         self._heartbeat = heartbeat
@@ -106,7 +114,12 @@ class Listener:
         self._changed = asyncio.Event()
         self._supervisor: Supervisor | None = None
         self.machine = Machine(name, CHART, clock=self._clock, recorder=self._recorder)
-        self._canary = Canary(self._pooled, self._figures, self._clock, optional=optional)
+        self._canary = Canary(
+            None if canary_every is None else self._pooled,
+            self._figures,
+            self._clock,
+            optional=optional,
+        )
         self._core = ListenerCore(self.machine, self._clock, self._canary.channels)
         self.monitor: StatusMonitor[Health] = StatusMonitor(
             CONDITIONS,
@@ -180,6 +193,11 @@ class Listener:
         return self._core.up and self._state == "open"
 
     @property
+    def is_open(self) -> bool:
+        """Whether the listener has been started, and neither closed nor turned off."""
+        return self._state == "open"
+
+    @property
     def health(self) -> Health:
         """The health: ACTIVE, STARTING before the first connection, DEGRADED while it is down."""
         return self.monitor.status()
@@ -236,7 +254,11 @@ class Listener:
     # -- subscriptions -------------------------------------------------------------------------
 
     async def _subscribe(self, subscription: Subscription) -> None:
-        await self.settled()
+        if (start := self.on_first_use) is not None:
+            self.on_first_use = None
+            await start()
+        if self._state != "new":
+            await self.settled()
         if self._state != "open":
             raise PostgresError(f"{self!r} is not open: use `async with`")
         self._core.add(subscription)
@@ -304,8 +326,8 @@ class Listener:
             await self._sync(token, direct)
             self._went_up(token)
             watches = [self._beat(token, direct)]
-            if self._pooled is not None:
-                watches.append(self._send_canaries(direct))
+            if self._pooled is not None and self._canary_every is not None:
+                watches.append(self._send_canaries(direct, self._canary_every))
             await first_of(*watches)
         finally:
             direct.close()
@@ -364,8 +386,8 @@ class Listener:
             )
         self._figures.queue_usage, self._figures.queue_level = usage, level
 
-    async def _send_canaries(self, direct: DirectConnection) -> None:
-        """Send a canary through the pooled path now and then; raise if one is lost."""
+    async def _send_canaries(self, direct: DirectConnection, every: float) -> None:
+        """Send a canary through the pooled path at each interval; raise if one is lost."""
         while True:
             began = self._clock.monotonic()
             failure = await self._canary.send(direct)
@@ -373,7 +395,7 @@ class Listener:
                 self.monitor.set("canary", owner="nobody")
             else:
                 self.monitor.clear("canary", f"the pooled path does not work: {failure}")
-            await sleep_until(began + self._canary_every, self._clock)
+            await sleep_until(began + every, self._clock)
 
     # -- outcomes ------------------------------------------------------------------------------
 
@@ -404,7 +426,7 @@ class Listener:
         self._wait_for_next(token, reason)
         for condition in CONDITIONS:
             self.monitor.clear(condition, reason)
-        if refused is not None:
+        if refused is not None and not self._settled.is_set():
             self.on_refused(refused)
         self._settled.set()
         self._pulse()
