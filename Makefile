@@ -11,9 +11,9 @@ BIN    := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
 
-# Size of the fault, load and simulation tests: tiny in `check`, small in `test`, full in `soak`.
+# Size of the fault, load and simulation tests: small in `check` and `test`, full in `soak`.
 CHECK_SCALE ?= 0.01
-TEST_SCALE ?= 0.02
+TEST_SCALE ?= 0.01
 SOAK_SCALE ?= 1
 # A fixed seed gives a fixed order and fixed schedules; `soak` uses a new one and prints it.
 TEST_SEED  ?= 20261115

@@ -39,20 +39,17 @@ def scripted() -> Iterator[None]:
 # A fifth at a time: each part ends within a test's time.
 @pytest.mark.parametrize("part", range(5))
 def test_random_faults_break_no_invariant(part: int) -> None:
-    each = scaled(1000, least=20)
+    each = scaled(1000, least=10)
     report = simulate(a_bad_day, each, first_seed=base_seed() + part * each)
     assert report.distinct == report.schedules
 
 
 def test_random_faults_with_inexact_timers_break_no_invariant() -> None:
-    simulate(a_bad_day, scaled(500, least=8), first_seed=base_seed(), timer_slack=0.002)
+    simulate(a_bad_day, scaled(500, least=4), first_seed=base_seed(), timer_slack=0.002)
 
 
 def test_the_schedules_reach_every_kind_of_fault() -> None:
     """Every kind of trouble, every step and every way to fail is met within a few dozen."""
-    saw: Counter[str] = Counter()
-    for seed in range(60):
-        saw += run_one(a_bad_day, seed).result()
     wanted = {f"at {step}" for step in STEPS} | {
         "client failed: in place",
         "client failed: RESTART",
@@ -65,8 +62,12 @@ def test_the_schedules_reach_every_kind_of_fault() -> None:
         "it slept",
         "the stream was proven",
     }
-    assert wanted <= saw.keys(), wanted - saw.keys()
-    assert saw["a transaction came"] > 60
+    saw: Counter[str] = Counter()
+    for seed in range(60):
+        saw += run_one(a_bad_day, seed).result()
+        if wanted <= saw.keys() and saw["a transaction came"] > 60:
+            return
+    raise AssertionError(f"not met: {wanted - saw.keys()}; {saw['a transaction came']} came")
 
 
 def test_a_schedule_repeats_itself() -> None:
@@ -186,5 +187,5 @@ MUTANTS = [
 
 @pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
 def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
-    caught = assert_caught(a_bad_day, planted, within=300, clean=2)
+    caught = assert_caught(a_bad_day, planted, within=300, clean=1)
     assert isinstance(caught.error, AssertionError), caught
