@@ -8,7 +8,7 @@ import pytest
 
 from moored.kernel import Backoff, Clock, Machine, Recorder
 from moored.sessions import CloseClass
-from moored.sessions.link._core import CHART, PROVEN, RESTARTS, DialNow, Idle, SessionCore, Wait
+from moored.sessions.link._core import CHART, PROVEN, RESTARTS, DialNow, SessionCore, Wait
 
 pytestmark = pytest.mark.pure
 
@@ -38,15 +38,15 @@ def online(core: SessionCore, now: float = 0.0) -> int:
 
 
 def test_core_dials_once_and_then_is_idle(core: SessionCore) -> None:
-    assert core.next(0.0) == Idle()
+    assert core.next(0.0) is None
     core.connect()
     assert core.next(0.0) == DialNow(1)
-    assert core.next(0.0) == Idle()
+    assert core.next(0.0) is None
     assert core.dialled(1)
-    assert core.next(0.0) == Idle()
+    assert core.next(0.0) is None
     assert core.ready(1, 0.0)
     assert core.online
-    assert core.next(99.0) == Idle()
+    assert core.next(99.0) is None
 
 
 def test_transient_losses_are_retried_forever_with_growing_pauses(core: SessionCore) -> None:
@@ -125,7 +125,7 @@ def test_final_close_dials_nothing_until_connect(core: SessionCore, kind: CloseC
     online(core)
     assert core.lost(1, kind, "conflict", 0.0)
     assert str(core.machine.state) == "offline/refused"
-    assert core.next(1e9) == Idle()
+    assert core.next(1e9) is None
     assert core.last_kind is kind
     core.connect("the user has logged in again")
     assert core.next(1e9) == DialNow(2)
@@ -183,7 +183,7 @@ def test_disconnected_core_rests_and_ignores_its_old_link(core: SessionCore) -> 
     core.disconnect()
     assert str(core.machine.state) == "offline/resting"
     assert not core.lost(generation, CloseClass.TRANSIENT, "closed", 0.0)
-    assert core.next(1e9) == Idle()
+    assert core.next(1e9) is None
 
 
 def test_dial_that_succeeds_after_a_disconnect_is_discarded(core: SessionCore) -> None:
@@ -214,7 +214,7 @@ def test_crash_does_not_reconnect_a_refused_core(core: SessionCore) -> None:
     online(core)
     core.lost(1, CloseClass.TAKEOVER, "conflict", 0.0)
     core.crashed("defect", 0.0)
-    assert core.next(1e9) == Idle()
+    assert core.next(1e9) is None
 
 
 def test_stopped_core_stays_stopped(core: SessionCore) -> None:
@@ -223,7 +223,7 @@ def test_stopped_core_stays_stopped(core: SessionCore) -> None:
     core.stop("again")
     core.connect()
     assert core.stopped
-    assert core.next(1e9) == Idle()
+    assert core.next(1e9) is None
     assert not core.lost(1, CloseClass.TRANSIENT, "closed", 0.0)
 
 
@@ -240,7 +240,7 @@ def test_connect_during_a_pause_dials_immediately(core: SessionCore) -> None:
     core.connect("the user connected it")
     assert core.next(0.1) == DialNow(2)
     core.connect("the user connected it")
-    assert core.next(0.1) == Idle(), "a dial is in progress"
+    assert core.next(0.1) is None, "a dial is in progress"
     assert core.lost(2, CloseClass.TRANSIENT, "refused", 0.2)
     assert core.next(0.2) == Wait(0.2 + 2.0), "connect() must not reset the backoff"
 
@@ -301,7 +301,7 @@ def test_max_attempts_ends_in_offline_refused(core: SessionCore) -> None:
     assert core.lost(2, CloseClass.TRANSIENT, "refused", 1.0)
     assert str(core.machine.state) == "offline/refused"
     assert core.why == (CloseClass.TRANSIENT, "given up after attempt 2: refused")
-    assert core.next(99.0) == Idle()
+    assert core.next(99.0) is None
     # connect() starts a new series of attempts.
     core.connect()
     assert core.next(99.0) == DialNow(3)

@@ -41,7 +41,6 @@ def test_cached_send_is_returned_for_five_minutes() -> None:
     time.now = 300.0
     assert cache.get("one") is None
     assert (len(cache), cache.expired, cache.evicted) == (0, 1, 0)
-    assert cache, "an empty cache must be true"
 
 
 def test_oldest_send_is_evicted_however_often_it_was_read() -> None:

@@ -109,7 +109,7 @@ async def test_close_codes_other_than_1000_and_1001_are_errors(
             assert error is None
         else:
             assert isinstance(error, WebSocketClosed)
-            assert (str(error), error.code) == (expected, code)
+            assert str(error) == expected
 
 
 async def test_end_without_a_close_frame_is_an_error() -> None:
@@ -127,7 +127,7 @@ async def test_end_without_a_close_frame_is_an_error() -> None:
         await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
         error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
-        assert error.code == 1006
+        assert "without a WebSocket close frame" in str(error)
 
 
 @pytest.mark.parametrize("message", [bytes(1001), [bytes(600), bytes(600)]])
@@ -147,7 +147,6 @@ async def test_message_above_max_size_ends_the_link(message: bytes | list[bytes]
         await WebSocket(f"ws://127.0.0.1:{port}", max_size=1000).dial(receiver)
         error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
-        assert error.code == 1009
         assert str(error) == "the server sent a message that is longer than max_size=1000"
         assert receiver.pieces == []
         assert await close_code == 1009
@@ -163,7 +162,7 @@ async def test_text_frame_on_a_binary_link_ends_the_link() -> None:
         await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
         error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
-        assert (str(error), error.code) == ("the server sent a text frame", 1003)
+        assert str(error) == "the server sent a text frame"
 
         receiver = RecordingReceiver()
         transport = await WebSocket(f"ws://127.0.0.1:{port}", text=True).dial(receiver)
@@ -182,7 +181,7 @@ async def test_invalid_frames_end_the_link() -> None:
         await WebSocket(f"ws://127.0.0.1:{port}").dial(receiver)
         error = await receiver.ended()
         assert isinstance(error, WebSocketClosed)
-        assert error.code == 1002
+        assert "violated the protocol" in str(error)
 
 
 # -- the handshake ---------------------------------------------------------------------------------
@@ -223,7 +222,6 @@ async def test_http_error_status_is_a_refusal_with_that_status() -> None:
     async with websocket_server(process_request=forbid) as port:
         with pytest.raises(WebSocketRefused, match="the server answered with HTTP 403") as caught:
             await WebSocket(f"ws://127.0.0.1:{port}?token=secret").dial(RecordingReceiver())
-        assert caught.value.status == 403
         assert "secret" not in str(caught.value)
 
 

@@ -242,7 +242,9 @@ class Sessions:
             await runtime.recall()
             # The tree of the last session may not have ended completely.
             await self._root.stop_child(name)
-            runtime.tree = await self._root.start_child(self._tree(runtime, name))
+            run = partial(self._run_tree, runtime)
+            tree = Child(name, run, restart="temporary", start_timeout=math.inf, shutdown=math.inf)
+            runtime.tree = await self._root.start_child(tree)
         except BaseException as error:
             stop_requested = runtime.stop_requested
             await self._clean_up(runtime, describe(error))
@@ -355,10 +357,6 @@ class Sessions:
         return f"<Sessions {self.name}: {self._state}, {many}, {online} online>"
 
     # -- a tree --------------------------------------------------------------------------------
-
-    def _tree(self, runtime: SessionRuntime, name: str) -> Child:
-        run = partial(self._run_tree, runtime)
-        return Child(name, run, restart="temporary", start_timeout=math.inf, shutdown=math.inf)
 
     async def _run_tree(self, runtime: SessionRuntime, ctx: Context) -> None:
         reason = "it was stopped"

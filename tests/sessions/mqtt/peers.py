@@ -9,7 +9,7 @@ import mqtt5
 from moored.sessions._protocol import DialogueEvent, Ready
 from moored.sessions.mqtt import Mqtt, MqttDialogue, MqttMemory
 
-__all__ = ["CONNACK", "SUBACK", "connack", "feed", "link", "puback", "publish"]
+__all__ = ["CONNACK", "SUBACK", "connack", "feed", "link", "puback", "publish", "room"]
 
 CONNACK = bytes.fromhex("20 03 00 00 00")
 #: The answer to a first subscription, granted.
@@ -19,6 +19,11 @@ SUBACK = bytes.fromhex("90 04 0001 00 01")
 def feed(dialogue: MqttDialogue, data: bytes) -> list[DialogueEvent]:
     """Feed bytes to a dialogue, and return its events."""
     return list(dialogue.feed(data))
+
+
+def room(dialogue: MqttDialogue) -> int:
+    """Return how many more sends the window allows."""
+    return dialogue._window - len(dialogue._memory.inflight)
 
 
 def connack(**options: Any) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mqtt5
 import pytest
 from tests.sessions.mqtt.driver import outgoing
-from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, feed, link, puback, publish
+from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, feed, link, puback, publish, room
 
 from moored.sessions._content import Text
 from moored.sessions._errors import ProtocolError, StepFailed
@@ -224,7 +224,7 @@ def test_sends_that_the_server_cannot_accept_are_not_written() -> None:
         with pytest.raises(StepFailed, match=why):
             dialogue.write(send)
     assert not memory.inflight
-    assert dialogue.room == 1
+    assert room(dialogue) == 1
     dialogue.write(outgoing("fits"))
     with pytest.raises(StepFailed, match="no more than 1 unconfirmed"):
         dialogue.write(outgoing("one too many"))
@@ -273,7 +273,7 @@ def test_smaller_window_holds_back_repeated_sends() -> None:
         ("c", False),
         ("d", False),
     ]
-    assert second.room < 0
+    assert room(second) < 0
     confirmed, greeting = feed(second, puback(2))
     assert confirmed == Confirmed("b")
     assert isinstance(greeting, Greeting)
@@ -281,7 +281,7 @@ def test_smaller_window_holds_back_repeated_sends() -> None:
     assert greeting.data[-5:] == b"hello"
     assert len(feed(second, puback(1))) == 2
     assert feed(second, puback(3)) == [Confirmed("c")]
-    assert second.room == 1
+    assert room(second) == 1
 
 
 def test_sends_that_the_server_has_forgotten_are_not_written_again() -> None:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tests.sessions.mqtt.driver import outgoing
-from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, puback, publish
+from tests.sessions.mqtt.peers import CONNACK, SUBACK, connack, puback, publish, room
 
 from moored.sessions._errors import ProtocolError
 from moored.sessions._protocol import Closing, Confirmed, DialogueEvent, Happening, Ready, Refused
@@ -84,7 +84,7 @@ class FedDialogue:
     def _handle(self, event: DialogueEvent) -> None:
         self.events.append(event)
         if isinstance(event, Ready):
-            while self.sent < 3 and self.dialogue.room > 0:
+            while self.sent < 3 and room(self.dialogue) > 0:
                 self.sent += 1
                 self.dialogue.write(outgoing(f"{self.sent}"))
         elif isinstance(event, Happening) and getattr(event.frame, "payload", b"hi") != b"hi":

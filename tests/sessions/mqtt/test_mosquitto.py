@@ -13,6 +13,7 @@ from tests.postgres.certificates import Authority
 from tests.servers import require_server
 from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.mqtt.driver import Driver, outgoing
+from tests.sessions.mqtt.peers import room
 
 from moored.sessions._content import Msg
 from moored.sessions._protocol import (
@@ -68,7 +69,7 @@ async def test_hundred_sends_are_confirmed_and_arrive_in_order(
     window = alice.of(Ready)[0].window
     assert window == 20, "Mosquitto's default receive maximum is 20"
     for number in range(100):
-        await alice.until(lambda: alice.dialogue.room)
+        await alice.until(lambda: room(alice.dialogue))
         send = outgoing(f"{number}", b"%d" % number, f"{name}-bob")
         alice.write(alice.dialogue.write(send))
     await alice.until(lambda: len(alice.of(Confirmed)) == 100)

@@ -7,6 +7,7 @@ can, so it acknowledges the last message.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
 from .._content import Incoming
@@ -17,14 +18,12 @@ if TYPE_CHECKING:
 __all__ = ["EventStream", "Leaving"]
 
 
+@dataclass(slots=True)
 class Leaving:
     """How a consumer has left its stream. (Not the stream itself: a reference cycle.)"""
 
-    __slots__ = ("handled",)
-
-    def __init__(self) -> None:
-        #: Whether the consumer has handled the last message.
-        self.handled = False
+    #: Whether the consumer has handled the last message.
+    handled: bool = False
 
 
 class EventStream(AsyncIterator[Incoming]):

@@ -183,11 +183,12 @@ class Sink:
                         yield taken.event
                         continue
                     reader = asyncio.current_task()
+                    assert reader is not None
                     in_hand, self._reader = (taken, self.queue.era), reader
                     try:
                         ready = await self._ready(taken) if taken.raw else taken
                     except (Exception, asyncio.CancelledError) as error:
-                        if isinstance(error, asyncio.CancelledError) and _is_cancelled(reader):
+                        if isinstance(error, asyncio.CancelledError) and reader.cancelling():
                             raise
                         self._failed("an inbound step", taken, error)
                         in_hand = None
@@ -266,7 +267,3 @@ class Sink:
             left = timeout if self._until is None else max(0.0, self._until - now)
             await asyncio.wait((consumer,), timeout=left)
             consumer.cancel()
-
-
-def _is_cancelled(task: asyncio.Task[Any] | None) -> bool:
-    return task is not None and task.cancelling() > 0

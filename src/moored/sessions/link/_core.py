@@ -21,7 +21,7 @@ from moored.kernel import Backoff, BackoffExhausted, Chart, Generation, Machine
 
 from .._protocol import CloseClass
 
-__all__ = ["CHART", "DialNow", "Idle", "SessionCore", "Wait"]
+__all__ = ["CHART", "DialNow", "SessionCore", "Wait"]
 
 #: Seconds after which a link counts as working, so that the backoff begins anew.
 PROVEN = 5.0
@@ -71,10 +71,6 @@ class Wait(NamedTuple):
     until: float
 
 
-class Idle(NamedTuple):
-    """Do nothing until the state changes."""
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class SessionCore:
     """The connection state of one session."""
@@ -122,14 +118,14 @@ class SessionCore:
 
     # -- called by the connection --------------------------------------------------------------
 
-    def next(self, now: float) -> DialNow | Wait | Idle:
-        """Return what to do now."""
+    def next(self, now: float) -> DialNow | Wait | None:
+        """Return what to do now; None to wait for a change of the state."""
         if self.machine.step == "waiting":
             if now < self._due_at:
                 return Wait(self._due_at)
             self._dial("the backoff has elapsed")
         if not self._is_due:
-            return Idle()
+            return None
         self._begun = True
         return DialNow(self._generation.next())
 

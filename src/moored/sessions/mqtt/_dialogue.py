@@ -105,11 +105,6 @@ class MqttDialogue(Dialogue):
         self._frames = PacketFrames(self._settings.max_packet_size)
         self._window = self._settings.send_window
 
-    @property
-    def room(self) -> int:
-        """The number of sends that the window allows now."""
-        return self._window - len(self._memory.inflight)
-
     # -- sending -------------------------------------------------------------------------------
 
     def hello(self) -> bytes:

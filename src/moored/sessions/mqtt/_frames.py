@@ -8,6 +8,7 @@ dropped as it arrives; any other packet that is too large is refused by its head
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from ._codec import broken, read_number
 
@@ -19,21 +20,17 @@ Frame = tuple[int, bytes, int, int]
 OVERSIZED = 0x100
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class PacketFrames:
-    """The packet splitter of one link.
+    """The packet splitter of one link."""
 
-    :param limit: the size of the largest accepted packet, with its header.
-    """
-
-    __slots__ = ("_limit", "_need", "_rest", "_skip")
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._rest: bytearray | None = None
-        # The size of the rest at which the next packet may be complete.
-        self._need = 0
-        # The number of bytes to drop, of a PUBLISH that is too large.
-        self._skip = 0
+    # The size of the largest accepted packet, with its header.
+    _limit: int
+    _rest: bytearray | None = None
+    # The size of the rest at which the next packet may be complete.
+    _need: int = 0
+    # The number of bytes to drop, of a PUBLISH that is too large.
+    _skip: int = 0
 
     def cut(self, data: bytes) -> Iterator[Frame]:
         """Yield the packets that are complete now; raises `ProtocolError` at an invalid one."""

@@ -18,8 +18,6 @@ _WORDS = {
     0x04: "disconnected with the will",
     0x10: "no matching subscribers",
     0x11: "no subscription existed",
-    0x18: "continue authentication",
-    0x19: "authenticate again",
     0x80: "unspecified error",
     0x81: "malformed packet",
     0x82: "protocol error",

@@ -80,9 +80,6 @@ class MemoryRetryCache(RetryCache):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __bool__(self) -> bool:
-        return True
-
     def __repr__(self) -> str:
         return (
             f"<MemoryRetryCache: {len(self)} of {self.size}, {self.evicted} evicted, "

@@ -138,7 +138,7 @@ class Seal:
 
 
 class _Secret:
-    """A key or a passphrase; its repr does not show it."""
+    """A key or a passphrase."""
 
     __slots__ = ("_made", "_value", "kind")
 
@@ -163,9 +163,6 @@ class _Secret:
             )
             self._made[salt] = made
         return made
-
-    def __repr__(self) -> str:
-        return "<secret>"
 
 
 def _listed(key: Keys | None) -> Sequence[bytes | str]:

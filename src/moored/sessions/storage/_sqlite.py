@@ -10,15 +10,13 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from typing import Any, TypeVar
+from typing import Any
 
 from .._errors import StorageError
 from ._storage import Changes
 from ._thread import Job, ThreadStorage, sync_directory
 
 __all__ = ["SqliteStorage"]
-
-T = TypeVar("T")
 
 #: The application id in the header of the file.
 APPLICATION = 0x48467374

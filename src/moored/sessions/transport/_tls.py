@@ -28,22 +28,13 @@ class TlsLink(Layer):
 
     __slots__ = ("_backlog", "_incoming", "_outgoing", "_tls")
 
-    def __init__(
-        self,
-        receiver: Receiver,
-        context: ssl.SSLContext,
-        server_name: str | None,
-        *,
-        server_side: bool = False,
-    ) -> None:
+    def __init__(self, receiver: Receiver, context: ssl.SSLContext, server_name: str) -> None:
         super().__init__(receiver)
         self._incoming = ssl.MemoryBIO()
         self._outgoing = ssl.MemoryBIO()
         # Data that cannot be encrypted until the peer has agreed on new keys; rarely used.
         self._backlog = b""
-        self._tls = context.wrap_bio(
-            self._incoming, self._outgoing, server_side=server_side, server_hostname=server_name
-        )
+        self._tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname=server_name)
 
     def _begin(self) -> None:
         self._shake()

@@ -38,17 +38,9 @@ _logger.setLevel(logging.INFO)
 class WebSocketRefused(ConnectionError):
     """The server refused the WebSocket handshake."""
 
-    #: The HTTP status of the response, if that was the reason.
-    status: int | None = None
-
 
 class WebSocketClosed(ConnectionError):
     """The WebSocket was closed with an error code, or without a close frame."""
-
-    def __init__(self, text: str, code: int) -> None:
-        super().__init__(text)
-        #: The close code of RFC 6455; 1006 if there was no close frame.
-        self.code = code
 
 
 class WebSocketLink(Layer):
@@ -127,7 +119,7 @@ class WebSocketLink(Layer):
                 self._partly()
         elif opcode is Opcode.TEXT or opcode is Opcode.BINARY:
             self._core.fail(1003, f"only {self._kind.name.lower()} frames are supported")
-            self._error = WebSocketClosed(f"the server sent a {opcode.name.lower()} frame", 1003)
+            self._error = WebSocketClosed(f"the server sent a {opcode.name.lower()} frame")
 
     def _partly(self) -> None:
         """Report a part of a message: a large one may take longer than the keepalive allows.
@@ -143,12 +135,11 @@ class WebSocketLink(Layer):
         broken = self._core.parser_exc
         if self._error is None and broken is not None and not isinstance(broken, EOFError):
             sent = self._core.close_sent
-            code = 1002 if sent is None else sent.code
             what = f"the server violated the protocol: {broken}"
-            if code == 1009:
+            if sent is not None and sent.code == 1009:
                 longest = self._endpoint.max_size
                 what = f"the server sent a message that is longer than max_size={longest}"
-            self._error = WebSocketClosed(what, code)
+            self._error = WebSocketClosed(what)
         if self._error is not None and self._below is not None:
             self._below.close()  # no close frame will follow
         if self._timer is None and self._below is not None:
@@ -177,11 +168,11 @@ class WebSocketLink(Layer):
         theirs, ours = self._core.close_rcvd, self._core.close_sent
         if theirs is not None and theirs.code not in _POLITE:
             why = f" ({theirs.reason})" if theirs.reason else ""
-            text = f"the server closed the WebSocket with code {theirs.code}{why}"
-            return WebSocketClosed(text, theirs.code)
+            return WebSocketClosed(f"the server closed the WebSocket with code {theirs.code}{why}")
         if theirs is None and ours is None and not self._closed:
-            text = "the server closed the connection without a WebSocket close frame"
-            return WebSocketClosed(text, 1006)
+            return WebSocketClosed(
+                "the server closed the connection without a WebSocket close frame"
+            )
         return None
 
     # -- sending and closing -------------------------------------------------------------------
@@ -216,9 +207,9 @@ class WebSocketLink(Layer):
 
 
 def _refusal(error: Exception) -> WebSocketRefused:
-    refused = WebSocketRefused(str(error))
-    refused.__cause__ = error
+    text = str(error)
     if isinstance(error, InvalidStatus):
-        refused.status = error.response.status_code
-        refused.args = (f"the server answered with HTTP {refused.status}",)
+        text = f"the server answered with HTTP {error.response.status_code}"
+    refused = WebSocketRefused(text)
+    refused.__cause__ = error
     return refused
