@@ -131,7 +131,7 @@ async def test_the_metrics_show_state_generation_and_latencies(
         await pg.listener.wait_until_up(LIMIT)
         registry = CollectorRegistry()
         registry.register(ListenerCollector(pg.listener))
-        labels = {"listener": pg.settings.stream_id}
+        labels = {"listener": pg.listener.name}
 
         def value(name: str, **more: str) -> float | None:
             return registry.get_sample_value(f"moored_postgres_listener_{name}", labels | more)

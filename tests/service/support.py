@@ -88,7 +88,8 @@ def gone(processes: list[psutil.Process]) -> None:
 
 def clean_environment(**more: str) -> dict[str, str]:
     """This process's environment without variables that configure the service."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MOORED_", "DATABASE_URL"))}
+    ours = ("MOORED_", "DATABASE_URL", "NOTIFY_URL")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(ours)}
     return {**kept, **more}
 
 

@@ -109,6 +109,16 @@ def test_an_address_that_is_not_loopback_needs_a_token(host: str) -> None:
     assert not load({"host": host, "admin_token": "t0ken"}, {}).is_local
 
 
+def test_an_empty_notify_url_is_a_value() -> None:
+    url = "postgresql://app@db/orders"
+    assert load({}, {"DATABASE_URL": url}).notify_url is None
+    assert load({}, {"DATABASE_URL": url, "NOTIFY_URL": ""}).notify_url == ""
+    assert load({}, {"DATABASE_URL": url}, 'notify_url = ""').notify_url == ""
+    assert load({}, {"DATABASE_URL": url, "NOTIFY_URL": url}).notify_url == url
+    (found,) = mistakes({"notify_url": url})
+    assert found == "--notify-url: it requires a database URL: set DATABASE_URL"
+
+
 def test_a_replication_url_belongs_to_a_database_url() -> None:
     url = "postgresql://app@db/orders"
     (found,) = mistakes({"replication_url": url})

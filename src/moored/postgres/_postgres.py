@@ -213,7 +213,7 @@ class Postgres:
             # A canary would count as a use, and nothing would ever sleep.
             canary_every=5.0 if settings.sleep_after is None else None,
             optional=self.notify_url is None,
-            name=settings.stream_id,
+            name=f"listener.{settings.stream_id}",
             application_name=f"{settings.application_name} listener",
             clock=self.clock,
             recorder=self.recorder,
@@ -506,7 +506,10 @@ class Postgres:
             fatal=self._fatal,
             restarts=self._restarts,
         )
-        return {**found, "listener": self._listener and self._listener.statistics()}
+        listener = self._listener
+        if listener is None or not listener.is_open:
+            return {**found, "listener": None}
+        return {**found, "listener": listener.statistics()}
 
     def explain(self) -> str:
         """Return as text what the manager is doing, what it waits for, and what to do about it."""

@@ -42,6 +42,8 @@ class Knob(NamedTuple):
     help: str
     #: Returns the value without its secrets; None if it has none.
     hide: Callable[[Any], str] | None
+    #: Whether an empty environment variable is a value, and not the same as none.
+    may_be_empty: bool = False
 
     @property
     def option(self) -> str:
@@ -56,9 +58,10 @@ def _knob(
     *,
     variable: str | None = None,
     hide: Callable[[Any], str] | None = None,
+    may_be_empty: bool = False,
 ) -> T:
     metadata = {"parse": parse, "help": sentence, "variable": variable, "hide": hide}
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={**metadata, "may_be_empty": may_be_empty})
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -100,6 +103,15 @@ class Config:
         "administration; the default is the database URL.",
         variable=PREFIX + "REPLICATION_URL",
         hide=redacted,
+    )
+    notify_url: str | None = _knob(
+        None,
+        _parse.connection_string_or_empty,
+        "The URL of the same server without a pooler, for LISTEN; without one, the first "
+        "subscription uses the database URL, unless that leads to a pooler; empty for no listener.",
+        variable="NOTIFY_URL",
+        hide=redacted,
+        may_be_empty=True,
     )
     stream_id: str = _knob(
         "default",
@@ -214,6 +226,11 @@ class Config:
                 f"{self._label(named['replication_url'])}: it requires a database URL: "
                 f"set {named['database_url'].variable}"
             )
+        if self.notify_url and self.is_embedded:
+            yield (
+                f"{self._label(named['notify_url'])}: it requires a database URL: "
+                f"set {named['database_url'].variable}"
+            )
         if not self.is_local and self.admin_token is None:
             yield (
                 f"{self._label(named['host'])}: other machines can reach {self.host}, which "
@@ -247,8 +264,8 @@ def knobs() -> Iterator[Knob]:
     for item in fields(Config):
         if "parse" in item.metadata:
             variable = item.metadata["variable"] or PREFIX + item.name.upper()
-            parse, sentence, hide = (item.metadata[key] for key in ("parse", "help", "hide"))
-            yield Knob(item.name, variable, item.default, parse, sentence, hide)
+            names = ("parse", "help", "hide", "may_be_empty")
+            yield Knob(item.name, variable, item.default, *(item.metadata[key] for key in names))
 
 
 def load(
@@ -261,7 +278,8 @@ def load(
     """Return the configuration from options, environment variables and the text of a file.
 
     `cli` maps the names of settings to the options' values, None for an option that was not used.
-    An empty variable counts as not set. Raises `ConfigError` with the mistakes of all three.
+    An empty variable counts as not set, except NOTIFY_URL. Raises `ConfigError` with the mistakes
+    of all three.
     """
     written, mistakes = _read(toml, file)
     mistakes += _misspelt(environ)
@@ -270,7 +288,7 @@ def load(
     for knob in knobs():
         given = (
             (knob.option, cli.get(knob.name)),
-            (knob.variable, environ.get(knob.variable) or None),
+            (knob.variable, _variable(environ, knob)),
             (file, written.get(knob.name)),
         )
         for source, value in given:
@@ -284,6 +302,11 @@ def load(
     if mistakes:
         raise ConfigError(*mistakes)
     return config
+
+
+def _variable(environ: Mapping[str, str], knob: Knob) -> str | None:
+    value = environ.get(knob.variable)
+    return value if value or knob.may_be_empty else None
 
 
 def _read(toml: str | None, file: str) -> tuple[dict[str, object], list[str]]:

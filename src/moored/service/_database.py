@@ -25,6 +25,7 @@ from psycopg.conninfo import conninfo_to_dict
 from moored.embedded import EmbeddedError, EmbeddedPostgres, PortInUse, default_data_dir
 from moored.kernel import SECRETS, Backoff, Child, Context, Registry
 from moored.postgres import ConfigurationError, Health, Postgres
+from moored.postgres.listen.prometheus import ListenerCollector
 from moored.postgres.prometheus import PostgresCollector
 
 from ._config import Config
@@ -88,7 +89,8 @@ class Database:
         self._began = wiring.clock.monotonic()
         self._collector = PostgresCollector()
         self._reported_holder: int | None = None
-        wiring.collectors.append(self._collector)
+        self._listeners = ListenerCollector()
+        wiring.collectors.extend((self._collector, self._listeners))
         wiring.last_resorts.append(self.kill_server)
 
     def children(self) -> Sequence[Child]:
@@ -155,6 +157,7 @@ class Database:
         return Postgres(
             url,
             replication_url=config.replication_url,
+            notify_url=config.notify_url,
             stream_id=config.stream_id,
             pool_size=config.pool_size,
             state_dir=state_dir_of(config),
@@ -177,13 +180,23 @@ class Database:
         wiring.machines.append(pg.machine)
         wiring.systems[MANAGER] = pg
         self._collector.add(pg)
-        unsubscribe = pg.monitor.subscribe(lambda change: self._report_health(pg))
+        unsubscribe = [pg.monitor.subscribe(lambda change: self._report_health(pg))]
+        if (listener := pg.listener) is not None:
+            if pg.notify_url:
+                wiring.machines.append(listener.machine)
+            self._listeners.add(listener)
+            unsubscribe.append(listener.monitor.subscribe(lambda _: self._report_health(pg)))
         self._report_health(pg)
         try:
             yield
         finally:
-            unsubscribe()
+            for each in unsubscribe:
+                each()
             self._collector.remove(pg)
+            if listener is not None:
+                self._listeners.remove(listener)
+                if pg.notify_url:
+                    wiring.machines.remove(listener.machine)
             del wiring.systems[MANAGER]
             wiring.machines.remove(pg.machine)
             wiring.health(NAME, "starting", "the connection manager has stopped")
@@ -209,6 +222,8 @@ class Database:
             return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
         if (outage := pg.statistics()["outage"]) is not None:
             return str(outage["last"])
+        if health is Health.DEGRADED and (listener := pg.listener) and not listener.up:
+            return f"the listener is down: {listener.statistics()['failure'] or 'not connected'}"
         because = "  because  "
         lines = (line for line in pg.explain().splitlines() if line.startswith(because))
         return next(lines, "").removeprefix(because)

@@ -125,6 +125,11 @@ def host_names(value: object) -> tuple[str, ...]:
     return tuple(host(name).lower() for name in value)
 
 
+def connection_string_or_empty(value: object) -> str:
+    """Parse a PostgreSQL URL; an empty one is valid."""
+    return "" if value == "" else connection_string(value)
+
+
 def connection_string(value: object) -> str:
     """Parse a PostgreSQL URL, or a libpq `key=value` string."""
     url = text(value, secret=True)

@@ -44,11 +44,11 @@ COUNTERS = (
 
 
 class ListenerCollector(SourceCollector[Listener]):
-    """Prometheus metrics of listeners, by name."""
+    """Prometheus metrics of listeners, by name; a listener that is not open has none."""
 
     def families(self, sources: Sequence[Listener]) -> Iterator[Metric]:
         """Yield everything that `statistics()` reports as a number."""
-        reports = [listener.statistics() for listener in sources]
+        reports = [listener.statistics() for listener in sources if listener.is_open]
         text = "1 for the current state of the listener, 0 for the others."
         states = [
             ((now["name"], str(state)), float((now["phase"], now["step"]) == tuple(state)))
