@@ -56,7 +56,7 @@ def all_well(report: dict[str, Any], children: int) -> bool:
 
 
 def test_children_of_a_continuously_calling_process_can_call(echo: EchoServer) -> None:
-    forks = scaled(60, least=12)
+    forks = scaled(60, least=6)
     report = run("calling", f"http://localhost:{echo.port}", forks)
     assert all_well(report, forks)
     assert report["generation"] == 1, "the parent lost its connection"

@@ -50,7 +50,7 @@ class ConnectionManager(ManagerBase[Handler]):
     _regular, _moving = RegularStrategy, GlobalStrategy
 
     _lock: threading.RLock
-    _instance: ClassVar[ConnectionManager | None] = None
+    _instance: ClassVar[Any] = None
     _making: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, **options: Any) -> None:
@@ -68,14 +68,15 @@ class ConnectionManager(ManagerBase[Handler]):
         self._background = self._new_background()
 
     @classmethod
-    def get_instance(cls) -> ConnectionManager:
-        """Return the manager of this process."""
+    def get_instance(cls) -> Self:
+        """Return the manager of this class and process."""
         with cls._making:
             if cls._instance is None or cls._instance._closed:
                 made = cls()
                 if cls._instance is None or cls._instance._closed:  # still so
                     cls._instance = made
-            return cls._instance
+            found: Self = cls._instance
+            return found
 
     # -- for clients ---------------------------------------------------------------------------
 

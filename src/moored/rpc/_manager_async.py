@@ -40,9 +40,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
     _handler_type, _channel_type = AsyncHandler, grpc.aio.Channel
     _regular, _moving = AsyncRegularStrategy, AsyncGlobalStrategy
 
-    _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
-        weakref.WeakValueDictionary()
-    )
+    _instances: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, **options: Any) -> None:
         policy = ManagerOptions.of(options)
@@ -52,10 +50,10 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         self._background = self._new_background()
 
     @classmethod
-    def get_instance(cls) -> AsyncConnectionManager:
-        """Return the manager of the running loop; it is held weakly."""
+    def get_instance(cls) -> Self:
+        """Return the manager of this class and the running loop; it is held weakly."""
         loop = asyncio.get_running_loop()
-        found = cls._instances.get(id(loop))
+        found: Self | None = cls._instances.get(id(loop))
         # Another loop may have had the same id before.
         if found is None or found._closed or found._loop() is not loop:
             found = cls._instances[id(loop)] = cls()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Self
 
 import pymilvus  # type: ignore[import-untyped]
 from pymilvus import MilvusException
@@ -144,15 +144,10 @@ class MilvusManager(_MilvusManager, ConnectionManager):
     """A `ConnectionManager` for Milvus, with the same options."""
 
     _grpc_handler = _GrpcHandler
-    _instance: ClassVar[ConnectionManager | None] = None
+    _instance: ClassVar[Any] = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(open_channel, options)
-
-    @classmethod
-    def get_instance(cls) -> MilvusManager:
-        """Return the Milvus manager of this process."""
-        return cast(MilvusManager, super().get_instance())
 
 
 class MilvusClient(pymilvus.MilvusClient):  # type: ignore[misc]
@@ -232,17 +227,10 @@ class AsyncMilvusManager(_MilvusManager, AsyncConnectionManager):
     """An `AsyncConnectionManager` for Milvus, with the same options."""
 
     _grpc_handler = _AsyncGrpcHandler
-    _instances: ClassVar[weakref.WeakValueDictionary[int, AsyncConnectionManager]] = (
-        weakref.WeakValueDictionary()
-    )
+    _instances: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, **options: Any) -> None:
         super().__init__(open_aio_channel, options)
-
-    @classmethod
-    def get_instance(cls) -> AsyncMilvusManager:
-        """Return the Milvus manager of the running loop."""
-        return cast(AsyncMilvusManager, super().get_instance())
 
 
 class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
