@@ -24,8 +24,13 @@ def url(postgres_url: str) -> Iterator[str]:
 
 def test_a_pooler_as_notify_url_ends_the_service(url: str) -> None:
     with pgbouncer(require_server("pgbouncer"), url) as pooler:
-        urls = {"MOORED_REPLICATION_URL": url, "NOTIFY_URL": pooler}
-        ended = moored("serve", "--port", "0", DATABASE_URL=pooler, **urls)
+        ended = moored(
+            "serve",
+            "--port=0",
+            DATABASE_URL=pooler,
+            MOORED_REPLICATION_URL=url,
+            NOTIFY_URL=pooler,
+        )
     assert ended.returncode == 2
     assert "pooler in transaction mode" in ended.stderr
     assert "NOTIFY_URL" in ended.stderr
