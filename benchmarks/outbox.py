@@ -12,7 +12,7 @@ import psycopg
 
 from _harness import Figure, Report, main, paired, spread
 from moored.embedded import SyncEmbeddedPostgres
-from moored.postgres.outbox import Outbox, ddl
+from moored.postgres.outbox import Outbox, Wake, ddl
 
 # The tests are not installed: import them from the checkout.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -26,11 +26,11 @@ INSERT = "insert into plain (channel, payload) values ('orders', %s)"
 PUBLISH = "select moored.outbox_publish('orders', %s)"
 
 
-def install(url: str, *, notify: bool = True) -> None:
+def install(url: str, wake: Wake = "notify") -> None:
     """Create an empty outbox, and a plain table to compare it with."""
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute("drop schema if exists moored cascade; drop table if exists plain")
-        conn.execute(ddl(notify=notify).encode())
+        conn.execute(ddl(wake=wake).encode())
         conn.execute(
             "create table plain (id bigint generated always as identity primary key, "
             "tenant text, channel text not null, payload text not null, "
@@ -88,12 +88,14 @@ def gap(report: Report, url: str, events: int, kills: int) -> None:
 
 def publish(report: Report, url: str, rounds: int) -> None:
     """Compare publishing with an INSERT into a plain table."""
-    for name, notify, writers in (
-        ("publish_vs_insert", True, 1),
-        ("publish_vs_insert_8_writers", True, WRITERS),
-        ("publish_without_notify_vs_insert_8_writers", False, WRITERS),
-    ):
-        install(url, notify=notify)
+    sides: tuple[tuple[str, Wake, int], ...] = (
+        ("publish_vs_insert", "notify", 1),
+        ("publish_vs_insert_8_writers", "notify", WRITERS),
+        ("publish_for_stream_vs_insert_8_writers", "stream", WRITERS),
+        ("publish_for_poll_vs_insert_8_writers", "poll", WRITERS),
+    )
+    for name, wake, writers in sides:
+        install(url, wake)
 
         def ours(writers: int = writers) -> float:
             return write_rate(url, PUBLISH, writers)

@@ -28,9 +28,11 @@ def test_install_prints_what_it_did_and_may_be_repeated(database_url: str, capsy
 
 
 def test_sql_prints_what_install_runs(database_url: str, capsys: Output) -> None:
-    assert main(["outbox", "sql", "--schema", "printed", "--no-notify", "--grant", "postgres"]) == 0
+    assert (
+        main(["outbox", "sql", "--schema", "printed", "--wake", "poll", "--grant", "postgres"]) == 0
+    )
     printed = capsys.readouterr().out
-    assert "drop trigger if exists outbox_notify" in printed
+    assert "drop trigger if exists outbox_wake" in printed
     assert 'to "postgres";' in printed
     with psycopg.connect(database_url, autocommit=True) as conn:
         conn.execute(printed.encode())

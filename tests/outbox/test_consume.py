@@ -129,6 +129,28 @@ async def test_within_a_transaction_events_are_acknowledged_in_order(
             await (await next_event(events)).ack(mine)
 
 
+async def test_several_events_may_be_acknowledged_in_one_transaction(
+    url: str, outbox: Outbox, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the consumer is idle meanwhile, and tries to store that it has passed an event."""
+    monkeypatch.setattr(_consumer, "STORE_IDLE", 0.0)
+    await publish(outbox, sql, "1", "2")
+    await publish(outbox, sql, "x", channel="visits")
+    async with (
+        outbox.consume("search", channels=["orders"]) as events,
+        await psycopg.AsyncConnection.connect(url) as mine,
+    ):
+        await (await next_event(events)).ack(mine)
+        await (await next_event(events)).ack(mine)
+        waiting = asyncio.ensure_future(next_event(events))
+        await asyncio.sleep(1.2)  # polled once at least
+        await mine.commit()
+        await publish(outbox, sql, "3")
+        assert (await waiting).payload == "3"
+    async with outbox.consume("search", channels=["orders"]) as events:
+        assert (await next_event(events)).payload == "3"
+
+
 async def test_an_event_of_read_cannot_be_acknowledged(outbox: Outbox, sql: Sql) -> None:
     await publish(outbox, sql, "1")
     (event,) = (await outbox.read()).events
@@ -220,7 +242,7 @@ async def test_without_a_listener_consumers_read_every_second(outbox: Outbox, sq
 async def test_a_consumer_without_notifications_polls_even_if_the_listener_is_up(
     url: str, sql: Sql, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await sql.execute(ddl(notify=False).encode())
+    await sql.execute(ddl(wake="poll").encode())
     monkeypatch.setattr(_wakes, "POLL", 1.5)
     async with with_listener(url) as (_, outbox), outbox.consume("search") as events:
         waiting = asyncio.ensure_future(next_event(events))

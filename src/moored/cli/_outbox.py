@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from enum import Enum
 from typing import Annotated, Any, TypeVar
 
 import psycopg
@@ -27,6 +28,15 @@ T = TypeVar("T")
 #: Seconds that a command waits for a connection.
 CONNECT_TIMEOUT = 10.0
 
+
+class WakeChoice(Enum):
+    """How publishers wake consumers."""
+
+    NOTIFY = "notify"
+    STREAM = "stream"
+    POLL = "poll"
+
+
 app = typer.Typer(
     name="outbox",
     help="Install an outbox in a database, show its state, and run its upkeep.",
@@ -38,11 +48,11 @@ DatabaseUrl = Annotated[
     typer.Option("--database-url", envvar="DATABASE_URL", help="The database, as a URL."),
 ]
 Schema = Annotated[str, typer.Option("--schema", help="The schema of the outbox.")]
-Notify = Annotated[
-    bool,
+WakeBy = Annotated[
+    WakeChoice,
     typer.Option(
-        "--notify/--no-notify",
-        help="Whether publishers wake consumers by NOTIFY; without it, consumers poll.",
+        "--wake",
+        help="How publishers wake consumers: by NOTIFY, by the change stream, or not (poll).",
     ),
 ]
 Roles = Annotated[
@@ -58,7 +68,7 @@ Table = Annotated[
 def install(
     database_url: DatabaseUrl,
     schema: Schema = "moored",
-    notify: Notify = True,
+    wake: WakeBy = WakeChoice.NOTIFY,
     grant: Roles = None,
 ) -> int:
     """Create the tables and functions of an outbox, or bring older ones up to date.
@@ -68,21 +78,21 @@ def install(
         moored outbox install --database-url postgresql://owner@db/app --grant app
     """
     _with_outbox(
-        database_url, schema, lambda outbox: outbox.install(notify=notify, roles=grant or ())
+        database_url, schema, lambda outbox: outbox.install(wake=wake.value, roles=grant or ())
     )
     typer.echo(f"the outbox in schema {schema} is installed")
     return 0
 
 
 @app.command("sql")
-def sql_(schema: Schema = "moored", notify: Notify = True, grant: Roles = None) -> int:
+def sql_(schema: Schema = "moored", wake: WakeBy = WakeChoice.NOTIFY, grant: Roles = None) -> int:
     """Print the statements that `install` runs, for a migration tool.
 
     Example:
 
         moored outbox sql --grant app > migrations/0007_outbox.sql
     """
-    text = _sql(lambda: ddl(schema, notify=notify))
+    text = _sql(lambda: ddl(schema, wake=wake.value))
     typer.echo(text + "".join(grants(role, schema) for role in grant or ()), nl=False)
     return 0
 

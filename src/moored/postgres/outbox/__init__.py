@@ -1,7 +1,7 @@
 """The outbox: events published in the caller's own transaction, and consumed without gaps."""
 
 from ._consumer import OutboxConsumer
-from ._ddl import ddl, grants
+from ._ddl import Wake, ddl, grants
 from ._outbox import Outbox, OutboxBatch, OutboxUpkeep
 from ._reader import ConsumerReplaced, OutboxEvent
 from ._status import ConsumerLag, HeldBack, OutboxStatus
@@ -16,6 +16,7 @@ __all__ = [
     "OutboxEvent",
     "OutboxStatus",
     "OutboxUpkeep",
+    "Wake",
     "ddl",
     "grants",
 ]

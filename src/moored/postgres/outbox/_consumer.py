@@ -122,10 +122,10 @@ class OutboxConsumer:
         self._closed = True
         self._wakes.wake()
         if self._read is not None and not self._resetting:
-            self._pass_others()
             with suppress(*TEMPORARY):
                 async with asyncio.timeout(CLOSE):
                     await self._store()
+                    await self._pass_others()
 
     # -- reading -------------------------------------------------------------------------------
 
@@ -162,8 +162,7 @@ class OutboxConsumer:
             self._reset(reason, page.server)
         elif not self._take(page):
             if self._due(STORE_IDLE):
-                self._pass_others()
-                await self._try_to_store()
+                await self._pass_others()
             await more_events(woken, self._held, page)
 
     def _take(self, page: Page) -> list[OutboxEvent]:
@@ -219,11 +218,18 @@ class OutboxConsumer:
             del self._open[first]
             self._acked = first
 
-    def _pass_others(self) -> None:
-        """While nothing is unacknowledged, pass the events that the filter leaves out."""
+    async def _pass_others(self) -> None:
+        """While nothing is unacknowledged, pass the events that the filter leaves out.
+
+        This fails while a transaction of the caller with an acknowledgement is open.
+        """
         filtered = self.channels or self.tenant is not None
         if filtered and not self._open and not self._queue and self._read is not None:
-            self._acked = self._read
+            before, self._acked = self._acked, self._read
+            try:
+                await self._store()
+            except TEMPORARY:
+                self._acked = before
 
     def _due(self, seconds: float) -> bool:
         return Clock.current().monotonic() - self._stored_at >= seconds

@@ -11,14 +11,16 @@
 
 from __future__ import annotations
 
-from typing import LiteralString
+from typing import Literal, LiteralString
 
 from psycopg import sql
 
 from ._publish import check_schema
 
-__all__ = ["VERSION", "capture", "ddl", "grants", "uncapture", "wake_channel"]
+__all__ = ["VERSION", "Wake", "capture", "ddl", "grants", "uncapture", "wake_channel"]
 
+#: How publishers wake consumers: by NOTIFY, by a message in the WAL, or not at all.
+Wake = Literal["notify", "stream", "poll"]
 #: The version of the tables and functions; install() replaces older functions.
 VERSION = 1
 
@@ -60,13 +62,6 @@ create or replace function {schema}.outbox_publish(
 ) returns void language plpgsql as $$
 begin
     insert into {schema}.outbox (channel, payload, tenant) values ($1, $2, $3);
-end $$;
-
-create or replace function {schema}.outbox_notify() returns trigger language plpgsql as $$
-begin
-    -- Without a payload, so that the server folds the notifications of a transaction into one.
-    perform pg_notify({channel}, '');
-    return null;
 end $$;
 
 -- The arguments of the trigger are the channel and, if given, the column with the tenant.
@@ -188,12 +183,25 @@ from pg_inherits i join pg_class c on c.oid = i.inhrelid
 where i.inhparent = {outbox}::regclass;
 """
 
-_NOTIFY = """
-create or replace trigger outbox_notify after insert on {schema}.outbox
-    for each statement execute function {schema}.outbox_notify();
-"""
-_SILENT = """
-drop trigger if exists outbox_notify on {schema}.outbox;
+# Without a payload, so that the server folds the notifications of a transaction into one.
+_WAKE_BY: dict[Wake, LiteralString] = {
+    "notify": "pg_notify({channel}, '')",
+    "stream": "pg_logical_emit_message(true, {channel}, '')",
+}
+_WAKE = (
+    """
+create or replace function {schema}.outbox_wake() returns trigger language plpgsql as $$
+begin
+    perform """,
+    """;
+    return null;
+end $$;
+create or replace trigger outbox_wake after insert on {schema}.outbox
+    for each statement execute function {schema}.outbox_wake();
+""",
+)
+_NO_WAKE = """
+drop trigger if exists outbox_wake on {schema}.outbox;
 """
 _FIRST = """
 select {schema}.outbox_partitions();
@@ -219,13 +227,13 @@ drop trigger if exists moored_outbox_truncate on {table};
 """
 
 
-def ddl(schema: str = "moored", *, notify: bool = True) -> str:
+def ddl(schema: str = "moored", *, wake: Wake = "notify") -> str:
     """Return the statements that create an outbox, or bring an older one up to date.
 
-    :param notify: whether each publishing transaction wakes the consumers by NOTIFY, for which it
-        takes a lock that the whole server shares.
+    :param wake: how publishers wake consumers; see `Outbox`.
     """
-    trigger: LiteralString = _NOTIFY if notify else _SILENT
+    by = _WAKE_BY.get(wake)
+    trigger: LiteralString = _NO_WAKE if by is None else by.join(_WAKE)
     return _filled(_BEGIN + _TABLES + _PARTS + _FUNCTIONS + trigger + _FIRST, schema)
 
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar, cast, get_args
 from weakref import WeakSet
 
 import psycopg
@@ -32,9 +32,11 @@ from ..consume import Reset
 from . import _ddl
 from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer, more_events
 from ._cursor import Cursor
+from ._ddl import Wake
 from ._publish import check_schema, publish
 from ._reader import OutboxEvent, PsycopgPool, Reader
 from ._status import OutboxStatus, read_status
+from ._stream_wakes import StreamWakes
 from ._wakes import Wakes, WakeSource
 
 __all__ = ["Outbox", "OutboxBatch", "OutboxUpkeep"]
@@ -51,6 +53,7 @@ HELD_TOO_LONG = 60.0
 POOL_SIZE = 4
 
 _DAY = 86400.0
+_STREAM_SOURCE = 'a Postgres for wake="stream"'
 
 T = TypeVar("T")
 
@@ -81,6 +84,10 @@ class Outbox:
         `Postgres`, or a URL; it may lead to a pooler in transaction mode.
     :param listener: a `Listener`, whose notifications wake the consumers. Without one, and while
         it is down, consumers read every second, otherwise every 30 s as well.
+    :param wake: how consumers learn of new events. "notify": by NOTIFY, if there is a `listener`;
+        it takes a lock of the whole server at each commit. "stream": by messages in the change
+        stream of the `source`, a `Postgres(…, messages=True)`, for thousands of commits a second.
+        "poll": they read every second. It must be the `wake` with which the outbox was installed.
     :param schema: where the tables are.
     :param install: run `install()` at the start; otherwise `moored outbox install` has run before.
     :param retain: how long events are kept, in seconds. A consumer that is further behind gets a
@@ -96,6 +103,7 @@ class Outbox:
         source: str | PsycopgPool,
         *,
         listener: WakeSource | None = None,
+        wake: Wake = "notify",
         schema: str = "moored",
         install: bool = False,
         retain: float | None = 7 * _DAY,
@@ -111,17 +119,20 @@ class Outbox:
                 ("retain", retain, retain is None or retain > 0, "> 0 s, or None"),
                 ("max_bytes", max_bytes, max_bytes is None or max_bytes > 0, "> 0, or None"),
                 ("partition", partition, partition >= 1.0, "at least 1 s"),
+                ("wake", wake, wake in get_args(Wake), f"one of {get_args(Wake)}"),
+                ("source", source, wake != "stream" or hasattr(source, "changes"), _STREAM_SOURCE),
             ),
         )
         self.schema = check_schema(schema)
         self.retain = retain
         self.max_bytes = max_bytes
         self.partition = partition
-        #: The last state that was queried, every 15 s while the outbox is open; None before.
+        #: The state as it was queried last, every 15 s; None if that was not possible.
         self.last_status: OutboxStatus | None = None
         self._install = install
         self._show_queries = show_queries
-        self._listener = listener
+        self.wake = wake
+        self._listener = StreamWakes(cast(Any, source)) if wake == "stream" else listener
         self._clock = clock
         self._recorder = recorder
         self._own = None
@@ -287,15 +298,14 @@ class Outbox:
 
     # -- installation and upkeep ---------------------------------------------------------------
 
-    async def install(self, *, notify: bool = True, roles: Sequence[str] = ()) -> None:
+    async def install(self, *, wake: Wake | None = None, roles: Sequence[str] = ()) -> None:
         """Create the tables and functions, or bring older ones up to date.
 
-        :param notify: whether publishers wake consumers by NOTIFY, which takes a lock of the whole
-            server at each commit. Without it, consumers read every second.
+        :param wake: another way to wake consumers than that of this object.
         :param roles: roles that may publish, consume and run the upkeep.
         """
         grants = [_ddl.grants(role, self.schema) for role in roles]
-        await self._run_ddl("".join([_ddl.ddl(self.schema, notify=notify), *grants]))
+        await self._run_ddl("".join([_ddl.ddl(self.schema, wake=wake or self.wake), *grants]))
 
     async def capture(
         self, table: str, *, channel: str | None = None, tenant_column: str | None = None
@@ -352,6 +362,7 @@ class Outbox:
         ctx.started()
         while True:
             found = await _attempt("the state of the outbox could not be queried", self.status)
+            self.last_status = found
             held = found and found.held_back
             if held is None or held.waiting < HELD_TOO_LONG:
                 self._reported = None

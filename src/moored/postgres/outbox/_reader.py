@@ -66,7 +66,12 @@ on conflict (consumer) do update
 set cursor = case when %(force)s then excluded.cursor else outbox_cursors.cursor end
 returning cursor
 """
-_STORE = "select {schema}.outbox_store(%(name)s, %(old)s, %(new)s)"
+# The row is locked while a transaction of the caller with an acknowledgement is open, and that may
+# wait for the next event.
+_STORE = """
+set local lock_timeout = '1s';
+select {schema}.outbox_store(%(name)s, %(old)s, %(new)s)
+"""
 
 #: Raised by `outbox_store`.
 _MOVED = "MO001"
