@@ -143,8 +143,9 @@ class Failing:
 
     async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         self.calls += 1
-        await self.subscribed.wait()
         if self.calls == 1:
+            yield SourceGap("it has begun")
+            await self.subscribed.wait()
             yield SourceEvent("orders", payload(1))
             raise ConnectionError("the server has gone away")
         yield SourceGap("it was away")

@@ -49,7 +49,7 @@ class Stage:
 
     async def get(self, path: str, **headers: str) -> httpx.Response:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with httpx.AsyncClient() as client:
+        async with httpx.AsyncClient(verify=False) as client:
             return await client.get(self.url + path, headers=names)
 
 
@@ -224,14 +224,17 @@ async def test_limits_of_streams_answer_429_and_503_with_retry_after() -> None:
 
 async def test_broker_without_a_source_answers_503() -> None:
     async with Broker(None, channels=["orders"]) as broker:
-        async with served(BrokerApp(broker, ApiKeys(KEYS))) as url, httpx.AsyncClient() as client:
+        async with (
+            served(BrokerApp(broker, ApiKeys(KEYS))) as url,
+            httpx.AsyncClient(verify=False) as client,
+        ):
             answer = await client.get(f"{url}/v1/subscribe", headers={"X-API-Key": "acme-key"})
         assert answer.status_code == 503
         assert "off" in answer.json()["error"]
 
 
 async def test_ticket_opens_one_stream() -> None:
-    async with stage() as on, httpx.AsyncClient() as client:
+    async with stage() as on, httpx.AsyncClient(verify=False) as client:
         headers = {"Authorization": "Bearer acme-key"}
         assert (await client.post(f"{on.url}/v1/tickets")).status_code == 401
         ticket = (await client.post(f"{on.url}/v1/tickets", headers=headers)).json()["ticket"]
@@ -264,7 +267,10 @@ async def test_cookie_is_accepted_from_the_same_and_from_named_origins_only() ->
 
 
 async def test_cors_headers_name_the_allowed_origin_only() -> None:
-    async with stage(app={"origins": ["https://app.example"]}) as on, httpx.AsyncClient() as client:
+    async with (
+        stage(app={"origins": ["https://app.example"]}) as on,
+        httpx.AsyncClient(verify=False) as client,
+    ):
         url = f"{on.url}/v1/subscribe"
         good = await client.options(url, headers={"Origin": "https://app.example"})
         assert good.headers["access-control-allow-origin"] == "https://app.example"

@@ -96,7 +96,7 @@ def verify(stream: LiveStream, expected: list[str]) -> None:
     assert [item.payload for item in items if isinstance(item, LiveEvent)] == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(steps)
 def test_subscriber_gets_exactly_the_events_of_its_tenant_and_channels(script: list[Any]) -> None:
     check(running(), script)

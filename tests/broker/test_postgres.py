@@ -65,7 +65,7 @@ class Client:
         while len(self.got) < count:
             url = f"http://127.0.0.1:{random.choice(self._ports)}"
             try:
-                await self._read(url, min(count, len(self.got) + random.randint(1, 40)))
+                await self._read(url, min(count, len(self.got) + random.randint(1, 20)))
             except (httpx.HTTPError, AssertionError):
                 await asyncio.sleep(0.05)  # the node is down
 
@@ -92,7 +92,7 @@ async def serve(url: str, port: int) -> None:
 
 
 async def test_clients_that_change_nodes_over_restarts_get_every_event_once(url: str) -> None:
-    count = scaled(500, least=20)
+    count = scaled(500, least=10)
     ports = [free_port(), free_port()]
     clients = [Client(key, ports) for key in ("acme-key", "other-key") * 3]
     async with Outbox(url) as outbox, asyncio.timeout(200):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moored.broker import SourceEvent, canonical_uuid
@@ -74,6 +74,7 @@ def test_function_names_the_tenant() -> None:
         tenants.of(SourceEvent("orders", ":7"))
 
 
+@settings(max_examples=50, deadline=None)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.integers() | st.text(),

@@ -35,7 +35,7 @@ class Log:
         self.deleted = 0
         self._grown = asyncio.Event()
         self._yielded = 0
-        self._gap = False
+        self._gap = True
 
     def append(self, tenant: str, channel: str) -> None:
         number = len(self.all) + 1
@@ -152,7 +152,7 @@ async def subscribers_come_and_go(sim: Sim) -> None:
     async def write() -> None:
         for _ in range(40):
             await asyncio.sleep(sim.random(0, 0.1))
-            for _ in range(sim.rng.choice([1, 1, 1, 8])):
+            for _ in range(sim.rng.choice([1, 1, 20])):
                 log.append(sim.rng.choice(TENANTS), sim.rng.choice(CHANNELS))
             if sim.rng.random() < 0.02:
                 log.lose()

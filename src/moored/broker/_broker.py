@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, NamedTuple, Self
 
-from moored.kernel import Backoff, Child, Clock, Context, Recorder, Supervisor, describe, refuse
+from moored.kernel import (
+    Backoff,
+    Child,
+    Clock,
+    Context,
+    Recorder,
+    RestartRequested,
+    Supervisor,
+    describe,
+    refuse,
+)
 
 from ._audience import Audience, SlowPolicy, StreamBuffer
 from ._events import (
@@ -28,6 +39,13 @@ from ._tenants import Tenants, Untold, canonical_uuid
 
 __all__ = ["Broker", "BrokerStatistics"]
 
+log = logging.getLogger("moored.broker")
+
+#: Seconds that entering the broker waits for the source. A stream that is opened before the source
+#: has begun gets a reset then.
+READY = 3.0
+#: Errors that are defects, and not failures of a source: logged with their traceback.
+DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 #: The names of events that are not channels.
 RESERVED = ("expired", "keepalive", "reset", "skipped")
 
@@ -122,8 +140,9 @@ class Broker:
         self._dropped: Counter[str] = Counter()
         self._resets: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
-        #: Whether the source yields events; False while it is reconnecting after an error.
+        #: Whether the source is connected; False while it is started again after an error.
         self.up = False
+        self._begun = asyncio.Event()
         self.last_error = ""
         self._draining = False
         feed = Child("source", self._run, backoff=Backoff(0.5, 30.0))
@@ -151,6 +170,10 @@ class Broker:
 
     async def __aenter__(self) -> Self:
         await self._supervisor.start()
+        if self._source is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(READY):
+                    await self._begun.wait()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -178,16 +201,23 @@ class Broker:
         ctx.started()
         try:
             async with aclosing(self._source.events()) as items:
-                self.up, self.last_error = True, ""
                 async for item in items:
+                    self.up = True
+                    self._begun.set()
                     if isinstance(item, SourceGap):
                         self._gap(item.reason)
                     else:
                         self._publish(item)
             raise BrokerOff("the source has ended")
-        except Exception as error:
-            self.last_error = describe(error)
+        except DEFECTS:
             raise
+        except Exception as error:
+            # One line without a traceback: sources lose their connections.
+            self.last_error = describe(error)
+            log.warning(
+                "%s: the source has failed and is started again: %s", self.name, describe(error)
+            )
+            raise RestartRequested(self.last_error) from error
         finally:
             self.up = False
 

@@ -66,7 +66,7 @@ class SourceEvent(NamedTuple):
 
 
 class SourceGap(NamedTuple):
-    """Events may be missing here; every subscriber gets a reset."""
+    """Events may be missing before this point; every subscriber gets a reset."""
 
     reason: str
 
@@ -77,8 +77,9 @@ class EventSource(Protocol):
     def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield events in order.
 
-        The broker calls it again after an error. It then continues with the event after the last
-        one that it yielded, or yields a `SourceGap` first.
+        The first item is a `SourceGap`, yielded as soon as no later event can be missed. The broker
+        calls it again after an error; it then continues with the event after the last one that
+        it yielded, or yields a `SourceGap` first.
         """
 
 

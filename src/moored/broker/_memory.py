@@ -26,5 +26,6 @@ class MemorySource:
 
     async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield the events as they are published."""
+        yield SourceGap("the source has begun")
         while True:
             yield await self._queue.get()

@@ -59,7 +59,9 @@ class OutboxEvents:
     async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield the events from the first call on; after an error, from the last one on."""
         async for batch in self._outbox.tail(self._cursor):
-            if batch.reset is not None:
+            if self._cursor is None:
+                yield SourceGap("the source has begun")
+            elif batch.reset is not None:
                 yield SourceGap(batch.reset.reason)
             for event in batch.events:
                 self._cursor = event.cursor
@@ -106,14 +108,11 @@ class ListenerEvents:
     def __init__(self, listener: ListenerLike, channels: Sequence[str]) -> None:
         self._listener = listener
         self._channels = channels
-        self._began = False
 
     async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield the notifications, and a gap where some may be missing."""
         async with self._listener.subscribe(*self._channels) as events:
-            if self._began:
-                yield SourceGap("the subscription to the listener was interrupted")
-            self._began = True
+            yield SourceGap("the source has begun")
             async for event in events:
                 if hasattr(event, "payload"):
                     yield SourceEvent(event.channel, event.payload)

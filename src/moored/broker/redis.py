@@ -69,6 +69,7 @@ class RedisEvents:
         """Yield new entries; after an error, from the last one on."""
         if self._last is None:
             self._last = await self._newest()
+            yield SourceGap("the source has begun")
         elif not await self._has(self._last):
             self._last = await self._newest()
             yield SourceGap("entries of the Redis stream were lost")
