@@ -21,8 +21,6 @@ from ._publish import run
 from ._reader import ConsumerReplaced, OutboxEvent, Page, Reader, translated
 from ._wakes import Wakes
 
-__all__ = ["FINAL", "HELD", "PAGE", "TEMPORARY", "OutboxConsumer", "more_events"]
-
 log = logging.getLogger("moored.postgres")
 
 #: Errors that a retry cannot mend, and, of the others, those after which a read is tried again.

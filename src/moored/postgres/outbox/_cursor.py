@@ -10,8 +10,6 @@ from typing import NamedTuple, Self
 
 from .._position import History
 
-__all__ = ["Cursor", "OutboxState"]
-
 
 class Cursor(NamedTuple):
     """A position: everything up to and including (xid, id) was read. Its `str()` is opaque."""

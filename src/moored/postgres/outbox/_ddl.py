@@ -17,8 +17,6 @@ from psycopg import sql
 
 from ._publish import check_schema
 
-__all__ = ["VERSION", "Wake", "capture", "ddl", "grants", "uncapture", "wake_channel"]
-
 #: How publishers wake consumers: by NOTIFY, by a message in the WAL, or not at all.
 Wake = Literal["notify", "stream", "poll"]
 #: The version of the tables and functions; install() replaces older functions.

@@ -39,8 +39,6 @@ from ._status import OutboxStatus, read_status
 from ._stream_wakes import StreamWakes
 from ._wakes import Wakes, WakeSource
 
-__all__ = ["Outbox", "OutboxBatch", "OutboxUpkeep"]
-
 log = logging.getLogger("moored.postgres")
 
 #: Seconds between two runs of the upkeep, and after one that an open transaction has prevented.
@@ -49,11 +47,10 @@ UPKEEP_EVERY, UPKEEP_AGAIN = 600.0, 60.0
 WATCH_EVERY = 15.0
 #: A transaction that holds events back for so many seconds is logged.
 HELD_TOO_LONG = 60.0
-#: PsycopgPool of an outbox that was given a URL.
+#: Connections of an outbox that was given a URL.
 POOL_SIZE = 4
 
 _DAY = 86400.0
-_STREAM_SOURCE = 'a Postgres for wake="stream"'
 
 T = TypeVar("T")
 
@@ -113,6 +110,7 @@ class Outbox:
         clock: Clock | None = None,
         recorder: Recorder | None = None,
     ) -> None:
+        streams = hasattr(source, "changes")
         refuse(
             "Outbox",
             unmet(
@@ -120,7 +118,13 @@ class Outbox:
                 ("max_bytes", max_bytes, max_bytes is None or max_bytes > 0, "> 0, or None"),
                 ("partition", partition, partition >= 1.0, "at least 1 s"),
                 ("wake", wake, wake in get_args(Wake), f"one of {get_args(Wake)}"),
-                ("source", source, wake != "stream" or hasattr(source, "changes"), _STREAM_SOURCE),
+                # Not the source itself, which may be a URL with a password.
+                (
+                    "source",
+                    type(source),
+                    wake != "stream" or streams,
+                    'a Postgres for wake="stream"',
+                ),
             ),
         )
         self.schema = check_schema(schema)

@@ -6,8 +6,6 @@ import json
 import re
 from typing import Any
 
-__all__ = ["check_schema", "encoded", "publish", "run"]
-
 _PLAIN = re.compile(r"[a-z_][a-z0-9_]{0,39}")
 
 

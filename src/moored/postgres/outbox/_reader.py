@@ -19,8 +19,6 @@ from ._ddl import VERSION
 if TYPE_CHECKING:
     from ._consumer import OutboxConsumer
 
-__all__ = ["ConsumerReplaced", "OutboxEvent", "Page", "PsycopgPool", "Reader"]
-
 #: The payloads of one page have about so many bytes at most; a larger one has a page of its own.
 PAGE_BYTES = 4 << 20
 

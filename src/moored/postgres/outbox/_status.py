@@ -10,8 +10,6 @@ from ..server._admin import without_literals
 from ._cursor import Cursor
 from ._reader import Reader
 
-__all__ = ["ConsumerLag", "HeldBack", "OutboxStatus", "read_status"]
-
 _SIZE = """
 select sum(bytes)::bigint, count(*)::int,
     (select extract(epoch from clock_timestamp() - o.at)::float8

@@ -14,8 +14,6 @@ from ..report import Health
 if TYPE_CHECKING:
     from .._postgres import Postgres
 
-__all__ = ["StreamWakes"]
-
 
 class StreamWakes:
     """Yields an item for each committed transaction that has published.

@@ -10,8 +10,6 @@ from typing import Any, Protocol
 
 from moored.kernel import Clock, Context, describe
 
-__all__ = ["WakeSource", "Wakes"]
-
 log = logging.getLogger("moored.postgres")
 
 #: Seconds between reads while notifications arrive, and while there is no listener, or it is down.
