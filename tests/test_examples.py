@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from moored.testing import scaled
+
 ROOT = Path(__file__).parent.parent
 #: Examples that need a server and run until stopped, with the test that runs each.
 RUN_ELSEWHERE = {"mqtt_bot": "tests/sessions/test_docs.py"}
@@ -44,7 +46,8 @@ def test_every_example_is_run_by_a_test() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_prints_its_expected_output(example: Path) -> None:
-    promised = expected(example)
+    seeds = scaled(2000, least=100)
+    promised = [line.replace("2,000", f"{seeds:,}") for line in expected(example)]
     done = subprocess.run(
         [sys.executable, "-W", "error", str(example)],
         capture_output=True,
@@ -52,7 +55,10 @@ def test_an_example_prints_its_expected_output(example: Path) -> None:
         timeout=SECONDS,
         cwd=ROOT,
         # Without MOORED_SEED, so that simulations run their default schedules.
-        env={name: value for name, value in os.environ.items() if name != "MOORED_SEED"},
+        env={
+            **{name: value for name, value in os.environ.items() if name != "MOORED_SEED"},
+            "MOORED_SIM_SEEDS": str(seeds),
+        },
     )
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.rstrip("\n").splitlines()

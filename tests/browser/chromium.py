@@ -27,6 +27,7 @@ OPTIONS = (
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    "--force-prefers-reduced-motion",
     "--remote-debugging-port=0",
 )
 
@@ -89,7 +90,7 @@ class Page:
         deadline = time.monotonic() + LIMIT
         while not self._holds(expression):
             assert time.monotonic() < deadline, f"never: {expression}; the page:\n{self.text()}"
-            time.sleep(0.02)
+            time.sleep(0.1)
 
     def _holds(self, expression: str) -> bool:
         # During a navigation there may be no element, or no page.

@@ -54,7 +54,14 @@ def test_every_knob_is_an_option_with_its_variable(
         assert knob.variable in out
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+@pytest.mark.parametrize(
+    "shell",
+    [
+        "bash",
+        pytest.param("zsh", marks=pytest.mark.soak),
+        pytest.param("fish", marks=pytest.mark.soak),
+    ],
+)
 def test_there_is_completion_for_shells(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without this, Typer detects the shell, and a test may run without one.
     monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")

@@ -23,7 +23,10 @@ from moored.kernel import Child, Context
 from moored.service import Config, Part, _service, serve
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)],
+)
 def test_a_signal_stops_everything_in_order_with_exit_code_0(
     number: signal.Signals, spare_data: Path
 ) -> None:
