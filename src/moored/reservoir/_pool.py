@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 import os
-from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
@@ -28,7 +27,7 @@ from ._psycopg_stats import counters, measures
 from ._recipe import Conninfo, Options
 from ._reservoir import Reservoir
 from ._run_sync import run_sync
-from ._statistics import BUCKETS, Statistics
+from ._statistics import Statistics
 from ._tokens import Provider, Tokens
 
 __all__ = ["Pool"]
@@ -474,7 +473,7 @@ class Pool(Generic[C]):
             item = waiter.item
             if item is None:
                 raise waiter.error or self._timed_out(timeout)
-            reservoir.latency[bisect_left(BUCKETS, self._monotonic() - began)] += 1
+            reservoir.latency.add(self._monotonic() - began)
         reservoir.mark(item, holder)
         return item
 

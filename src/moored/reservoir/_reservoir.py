@@ -29,7 +29,7 @@ from ._driver import Connect, DriverState, Hooks
 from ._errors import PoolClosed, ReservoirEmpty
 from ._item import Item, Place, holder_name
 from ._recipe import Conninfo, Options, Recipe
-from ._statistics import BUCKETS, Statistics
+from ._statistics import Latency, Statistics
 from ._tokens import CachedTokens, Provider, Tokens
 from ._types import AnyC as C
 from ._upkeep import Upkeep, wait_set
@@ -93,8 +93,7 @@ class Reservoir(Generic[C]):
         self.clock = clock or Clock.current()
         self.recorder = recorder or Recorder(clock=self.clock)
         self.leak_after = leak_after
-        #: How many waits fell into each bucket of `BUCKETS`, and how many were longer.
-        self.latency = [0] * (len(BUCKETS) + 1)
+        self.latency = Latency()
         self.asynchronous = asynchronous
         self.owner = owner or self
         self.configure = configure
@@ -354,7 +353,7 @@ class Reservoir(Generic[C]):
         with self.lock:
             core, upkeep = self.core, self.upkeep
             fast = core.checkouts - core.handed
-            latency = (self.latency[0] + fast, *self.latency[1:])
+            latency = (self.latency.counts[0] + fast, *self.latency.counts[1:])
             leases = sum(item.lease is not None for item in list(core.items.values()))
             return Statistics(
                 size=len(core.ready),

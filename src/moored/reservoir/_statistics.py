@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["BUCKETS", "DISCARDS", "FAILURES", "Statistics"]
+__all__ = ["BUCKETS", "DISCARDS", "FAILURES", "Latency", "Statistics"]
 
 #: The upper bounds of the buckets of the wait histogram, in seconds.
 BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
@@ -18,6 +19,19 @@ DISCARDS = (
     *("lease_lost", "not_kept", "replaced_ahead", "reservoir_full"),
 )
 FAILURES = ("configure", "connect", "lease", "rate_limit", "token")
+
+
+class Latency:
+    """A histogram of how long callers waited."""
+
+    __slots__ = ("counts",)
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BUCKETS) + 1)
+
+    def add(self, seconds: float) -> None:
+        """Count a caller that waited for this many seconds."""
+        self.counts[bisect_left(BUCKETS, seconds)] += 1
 
 
 class Statistics(NamedTuple):

@@ -297,7 +297,7 @@ async def test_a_lease_renewed_since_the_scan_is_not_ended(store: CounterStore) 
         UpdateExpression="SET expires_ms = :later",
         ExpressionAttributeValues={":later": number(round(time.time() * 1000) + 60_000)},
     )
-    assert await store._sweeper.remove([("db", wanted.id)], _sweep.ENDED) == set()
+    assert await store._sweeper.end([("db", wanted.id)]) == set()
     assert await counted(store) == (1, 1)
 
 
@@ -477,7 +477,7 @@ async def story(stores: list[CounterStore], chance: random.Random, steps: int) -
                 await asyncio.gather(*(each.release([lease]) for each in stores))
             case 3 if held:
                 # Another client tries to end expired leases, which have been renewed meanwhile.
-                await store._sweeper.remove([("db", lease.id) for lease in held], _sweep.ENDED)
+                await store._sweeper.end([("db", lease.id) for lease in held])
         said, there = await counted(stores[0])
         if not said == there == len(held):
             raise Drifted(f"the counter says {said}, there are {there}, {len(held)} are held")

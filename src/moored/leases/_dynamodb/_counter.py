@@ -19,7 +19,7 @@ from moored.kernel import Clock, all_of
 
 from .._store import Grant, Held, Request, ended_once
 from ._config import DynamoConfig
-from ._counter_items import ENDED, LIVE, add_lease, endpoint_of, ends_ms, id_of, key_of, lease_of
+from ._counter_items import LIVE, add_lease, endpoint_of, ends_ms, id_of, key_of, lease_of
 from ._errors import Cancelled, Reason, unavailable
 from ._items import Item, held, millis, number, number_of
 from ._store import DynamoStore
@@ -129,7 +129,7 @@ class CounterStore(DynamoStore):
         """Renew the existing lease of this id; or delete it and return None if it has expired."""
         item = await self._extend(request, lives)
         if item is None:
-            await self._sweeper.remove([(request.key, request.id)], ENDED)
+            await self._sweeper.end([(request.key, request.id)])
             return None
         return Grant(request.id, number_of(item, "fence"))
 

@@ -121,6 +121,10 @@ class Sweeper:
         # A key may begin with another key and a "#".
         return [item for item in found if key is None or key_of(item) == key]
 
+    async def end(self, leases: Iterable[KeyAndId]) -> set[KeyAndId]:
+        """Delete those of the leases that have expired, and return them."""
+        return await self.remove(leases, ENDED)
+
     async def remove(self, leases: Iterable[KeyAndId], condition: str) -> set[KeyAndId]:
         """Delete the leases that meet the condition, and decrement their counters."""
         by_key: dict[str, list[str]] = {}
@@ -160,7 +164,7 @@ class Sweeper:
         items = await self._everything()
         leases = [item for item in items if text_of(item, "pk").startswith(LEASE)]
         expired = [(key_of(item), id_of(item)) for item in leases if ends_ms(item) < now]
-        ended = await self.remove(expired, ENDED)
+        ended = await self.end(expired)
         self._note(leases, now)
         corrected = 0
         for key in _disagreeing(items, leases):
