@@ -91,8 +91,8 @@ def test_a_connection_whose_ping_ends_in_the_guard_window_is_not_handed_out() ->
 # -- planted defects ---------------------------------------------------------------------------
 
 _search, _leave, _hand_over = Core.search, Core.leave, Core._hand_over
-_undo, _close_item, _arrive, _refill = (
-    Upkeep._undo,
+_close_and_release, _close_item, _arrive, _refill = (
+    Upkeep._close_and_release,
     Upkeep._close_item,
     Upkeep._arrive,
     Upkeep._refill,
@@ -144,7 +144,7 @@ def _ignores_lost_leases(self: Upkeep[Any], item: Item[Any], error: BaseExceptio
 
 async def _keeps_the_lease(self: Upkeep[Any], conn: Any, lease: Any) -> None:
     """A failed connect does not release its lease."""
-    await _undo(self, conn, None)
+    await _close_and_release(self, conn, None)
 
 
 async def _gives_back_early(self: Upkeep[Any], item: Item[Any]) -> None:
@@ -211,7 +211,7 @@ MUTANTS = [
     mutant(Core, "leave", _takes_it_along, name="a cancelled caller keeps its connection"),
     mutant(Core, "failed", _never_fails, name="a failed connect counted for ever"),
     mutant(Upkeep, "_lease_lost", _ignores_lost_leases, name="a lost lease ignored"),
-    mutant(Upkeep, "_undo", _keeps_the_lease, name="a failed connect keeps its lease"),
+    mutant(Upkeep, "_close_and_release", _keeps_the_lease, name="a failed connect keeps its lease"),
     mutant(Upkeep, "_close_item", _gives_back_early, name="a lease released too early"),
     mutant(Upkeep, "_close_item", _gives_back_twice, name="a lease released twice"),
     mutant(Upkeep, "_refill", _counts_anew, name="a full rate bucket after a crash"),
