@@ -21,6 +21,7 @@ from moored.sessions import (
     Tcp,
     Unknown,
 )
+from moored.sessions._runtime import SessionRuntime
 from moored.sessions.link._link import Link
 from moored.sessions.storage._memory import MemoryStorage
 from moored.sessions.transport._transport import Receiver, Transport
@@ -184,9 +185,9 @@ def _push_anyway(self: Link) -> None:
     [
         mutant(Link, "push", _push_anyway, name="bytes are written without a lease"),
         mutant(
-            Sessions,
+            SessionRuntime,
             "_has_lease",
-            lambda self, profile: True,
+            lambda self: True,
             name="records are written without a lease",
         ),
     ],
