@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 import psycopg
@@ -15,8 +17,9 @@ from tests.broker.serving import ACME, KEYS, OTHER, reading, served
 from tests.servers import empty_database, free_port
 
 from moored.broker import ApiKeys, Broker, BrokerApp, LiveEvent, StreamReset
-from moored.broker.postgres import OutboxEvents
+from moored.broker.postgres import ChangeEvents, OutboxEvents
 from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import Postgres
 from moored.postgres.outbox import Outbox, _wakes, ddl
 from moored.testing import scaled
 
@@ -147,3 +150,26 @@ async def test_dropped_history_and_a_foreign_cursor_are_resets(url: str) -> None
         for after in (f"{int(system) + 1}-{rest}", "nonsense"):
             async with broker.subscribe(ACME, after=after) as stream, asyncio.timeout(30):
                 assert isinstance(await anext(stream), StreamReset)
+
+
+async def test_changes_of_a_table_reach_their_tenant(url: str, tmp_path: Path) -> None:
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("create table orders (id int primary key, org_id uuid, at timestamptz)")
+        async with Postgres(url, state_dir=tmp_path) as pg:
+            source = ChangeEvents(lambda: pg.changes(consumer="live", tables=["orders"]))
+            async with (
+                Broker(source, channels=["orders"]) as broker,
+                broker.subscribe(ACME) as stream,
+                asyncio.timeout(60),
+            ):
+                found = None
+                number = 0
+                while not isinstance(found, LiveEvent):
+                    for tenant in (OTHER, ACME):
+                        number += 1
+                        conn.execute("insert into orders values (%s, %s, now())", (number, tenant))
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(1):
+                            found = await anext(stream)
+    change = json.loads(found.payload)
+    assert (change["op"], change["new"]["org_id"]) == ("insert", ACME)

@@ -7,15 +7,18 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 
+import psycopg
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.broker.serving import ACME, OTHER
 from tests.leases.redis_server import RedisServer
-from tests.servers import require_server
+from tests.servers import empty_database, require_server
 
 from moored.broker import Broker, LiveEvent, LiveStream, StreamReset
 from moored.broker.redis import RedisEvents
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import Outbox
 
 CHANNELS = ["orders"]
 
@@ -114,3 +117,27 @@ async def test_trimmed_history_and_lost_data_are_resets(
         await client.flushall()
         async with one.subscribe(ACME, after=last) as stream, asyncio.timeout(30):
             assert isinstance(await anext(stream), StreamReset)
+
+
+async def test_copied_outbox_reaches_every_node_over_restarts_of_the_copying(
+    nodes: tuple[RedisEvents, Broker, Broker], postgres: SyncEmbeddedPostgres
+) -> None:
+    source, one, two = nodes
+    with empty_database(postgres) as url:
+        async with Outbox(url, install=True) as outbox:
+            await outbox.install()
+            async with (
+                one.subscribe(ACME) as first,
+                two.subscribe(ACME) as second,
+                await psycopg.AsyncConnection.connect(url, autocommit=True) as conn,
+            ):
+                for life in range(3):
+                    copying = asyncio.ensure_future(source.copy(outbox))
+                    await asyncio.sleep(0.2)
+                    for number in range(2):
+                        body = {"org_id": ACME, "number": 2 * life + number}
+                        await outbox.publish(conn, "orders", body, tenant=ACME)
+                    assert await numbers(first, 2) == [2 * life, 2 * life + 1]
+                    copying.cancel()
+                    await asyncio.wait({copying})
+                assert await numbers(second, 6) == list(range(6))

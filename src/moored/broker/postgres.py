@@ -1,4 +1,4 @@
-"""The outbox and the listener of a Postgres as sources of a broker.
+"""The outbox, the listener and the change stream of a Postgres as sources of a broker.
 
 ::
 
@@ -7,20 +7,21 @@
         async with Broker(events, replay=events, channels=["orders"]) as broker:
             ...
 
-An event of the outbox has an id that every node knows, so a client may resume at any of them. An
-event of a listener has none: what a client missed is in the memory of its node, or is lost, and
-then the client gets a reset.
+An event of the outbox has an id that every node knows, so a client may resume at any of them. The
+others have none: what a client missed is in the memory of its node, or is lost, and then the client
+gets a reset.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
 from ._events import HistoryLost, SourceEvent, SourceGap
 
-__all__ = ["ListenerEvents", "OutboxEvents"]
+__all__ = ["ChangeEvents", "ListenerEvents", "OutboxEvents"]
 
 #: The order of an event, and its cursor.
 Position = tuple[tuple[int, int], str]
@@ -118,3 +119,44 @@ class ListenerEvents:
                     yield SourceEvent(event.channel, event.payload)
                 else:
                     yield SourceGap(event.reason)
+
+
+class ChangeEvents:
+    """The changes of tables, as a source; the channel of an event is the name of its table.
+
+    A payload is a JSON object with `op`, `table`, `old` and `new`. A transaction is acknowledged
+    when all its changes were handed on.
+
+    :param changes: returns the change stream, for example
+        `lambda: pg.changes(consumer="live", tables=["orders"])`.
+    :param tenant_column: the column of the tables that names the tenant.
+    """
+
+    def __init__(
+        self, changes: Callable[[], AsyncIterator[Any]], *, tenant_column: str = "org_id"
+    ) -> None:
+        self._changes = changes
+        self._tenant_column = tenant_column
+
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
+        """Yield the changes in the order of the commits."""
+        yield SourceGap("the source has begun")
+        async for transaction in self._changes():
+            if not hasattr(transaction, "ack"):
+                yield SourceGap(transaction.reason)
+                continue
+            for change in transaction:
+                row = change.new or change.old or {}
+                body = {
+                    "op": change.kind,
+                    "table": change.table,
+                    "old": change.old and dict(change.old),
+                    "new": change.new and dict(change.new),
+                }
+                tenant = row.get(self._tenant_column)
+                yield SourceEvent(
+                    change.table,
+                    json.dumps(body, default=str),
+                    "" if tenant is None else str(tenant),
+                )
+            await transaction.ack()

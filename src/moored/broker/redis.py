@@ -11,15 +11,17 @@ An id is that of the stream's entry, so a client may resume at any node. Needs `
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 from moored.kernel import SECRETS, extra
 
 from ._events import HistoryLost, SourceEvent, SourceGap
+from .postgres import OutboxLike
 
 with extra("redis", "moored.broker.redis"):
     from redis.asyncio import Redis
+    from redis.exceptions import ResponseError
 
 __all__ = ["RedisEvents"]
 
@@ -59,6 +61,32 @@ class RedisEvents:
         found: str = await self._client.xadd(self._key, fields, maxlen=self._keep, approximate=True)
         return found
 
+    async def copy(self, outbox: OutboxLike) -> None:
+        """Copy the events of an outbox into the stream, without end.
+
+        Run it in one process at a time, for example under an exclusive lease; the next one goes on
+        where the last one ended. An entry has the order of the outbox as its id, so copying an
+        event twice has no effect. If the outbox is reset, the stream is emptied.
+        """
+        newest = await self._client.xrevrange(self._key, count=1)
+        cursor = newest[0][1].get("cursor") if newest else None
+        async for batch in outbox.tail(cursor):
+            if batch.reset is not None:
+                await self._client.delete(self._key)
+            for event in batch.events:
+                fields = {"channel": event.channel, "payload": event.payload}
+                if event.tenant is not None:
+                    fields["tenant"] = event.tenant
+                fields["cursor"] = event.cursor
+                await self._copy(_text(outbox.place(event.cursor)), fields)
+
+    async def _copy(self, id: str, fields: dict[str, str]) -> None:
+        try:
+            await self._client.xadd(self._key, fields, id, maxlen=self._keep, approximate=True)
+        except ResponseError as error:
+            if "equal or smaller" not in str(error):
+                raise  # else another process has copied it
+
     async def close(self) -> None:
         """Close the connections."""
         await self._client.aclose()
@@ -77,11 +105,13 @@ class RedisEvents:
             found = await self._client.xread(
                 {self._key: _text(self._last)}, count=BATCH, block=BLOCK
             )
-            for _, entries in found or ():
-                for id, fields in entries:
-                    event = _event(id, fields)
-                    self._last = event.position
-                    yield event
+            if not found and not await self._has(self._last):
+                self._last = await self._newest()
+                yield SourceGap("entries of the Redis stream were lost")
+            for id, fields in _entries(found):
+                event = _event(id, fields)
+                self._last = event.position
+                yield event
 
     # -- the history ---------------------------------------------------------------------------
 
@@ -116,6 +146,11 @@ class RedisEvents:
         """Whether the stream has the entry, and so all after it: the oldest are removed first."""
         id = _text(position)
         return position == START or bool(await self._client.xrange(self._key, id, id))
+
+
+def _entries(found: Any) -> Iterator[tuple[str, dict[str, str]]]:
+    for _, entries in found or ():
+        yield from entries
 
 
 def _is_of(event: SourceEvent, tenant: str) -> bool:
