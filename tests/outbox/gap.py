@@ -89,6 +89,8 @@ async def gap_run(url: str, events: int, kills: int, seed: int) -> Found:
         await killer
         async with asyncio.timeout(LIMIT):
             await asyncio.gather(*consumers)
+            while not found.gaps:  # noqa: ASYNC110 - it is told once it is connected again
+                await asyncio.sleep(0.05)
         await asyncio.sleep(0.5)  # for the other two readers, which cannot know their end
         await tasks.cancel()
     return found

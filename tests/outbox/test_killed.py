@@ -22,7 +22,7 @@ async def test_a_killed_consumer_misses_nothing(
     url: str, sql: Sql, outbox: Outbox, way: str
 ) -> None:
     chance = random.Random(base_seed())
-    kills = scaled(20, least=2)
+    kills = scaled(20, least=1)
     expected = [f"{number}" for number in range(100 * kills)]
     await sql.execute("create table effects (way text, payload text)")
     await sql.execute("create index on effects (payload)")

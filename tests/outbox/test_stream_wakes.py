@@ -49,5 +49,5 @@ async def test_a_stream_without_messages_is_refused(tmp_path: Path) -> None:
     pg = Postgres("postgresql://db/app", state_dir=tmp_path)
     with pytest.raises(ConfigurationError, match=r"use Postgres\(…, messages=True\)"):
         Outbox(pg, wake="stream")
-    with pytest.raises(ValueError, match=r'must be Postgres for wake="stream"'):
+    with pytest.raises(ValueError, match=r'must be a Postgres for wake="stream"'):
         Outbox("postgresql://db/app", wake="stream")
