@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import asyncpg
+import psycopg
 import psycopg_pool
 import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
@@ -278,3 +279,63 @@ def test_the_connection_requires_a_primary_and_has_keepalives() -> None:
         "connect_timeout=3",
     ):
         assert part in made
+
+
+async def test_all_work_on_a_pooler_of_two_connections_and_every_event_is_delivered(
+    direct: str, bouncer: str
+) -> None:
+    """Queries, COPY, a migration and a refreshed view by the pooled path, all at the same time."""
+    async with (
+        AsyncConnectionPool(bouncer, kwargs=PLAIN, max_size=6) as pool,
+        Listener(direct, notify_through=pool) as listener,
+        listener.subscribe("work", buffer=10_000) as events,
+    ):
+        async with pool.connection() as conn:
+            await conn.execute("create table work (id int, worker int)")
+            await conn.execute("create materialized view sums as select count(*) n from work")
+
+        async def worker(name: int) -> None:
+            for number in range(10):
+                async with pool.connection() as conn:
+                    cursor = conn.cursor()
+                    async with cursor.copy("copy work (id, worker) from stdin") as copy:
+                        await copy.write_row((number, name))
+                    await conn.execute(
+                        "select pg_notify('work', %s)", [f"{name} {number}"], prepare=False
+                    )
+                async with pool.connection() as conn:
+                    await conn.execute("refresh materialized view sums")
+
+        async def migrate() -> None:
+            async with pool.connection() as conn:
+                await conn.execute("alter table work add column note text")
+
+        await asyncio.gather(*map(worker, range(5)), migrate())
+        got = [(await next_event(events))[1] for _ in range(50)]
+        assert sorted(got) == sorted(f"{a} {b}" for a in range(5) for b in range(10))
+        async with pool.connection() as conn:
+            assert await (await conn.execute("select n from sums")).fetchone() == (50,)
+
+
+async def test_the_usage_of_a_small_queue_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
+    """A transaction that listens holds the queue; PostgreSQL 17 and later can limit its size."""
+    small = SyncEmbeddedPostgres(options={"max_notify_queue_pages": "64"})
+    with small:
+        assert small.version is not None
+        if int(small.version.split(".")[0]) < 17:
+            pytest.skip("max_notify_queue_pages needs PostgreSQL 17")
+        async with (
+            Listener(small.url, heartbeat=0.1) as listener,
+            await psycopg.AsyncConnection.connect(small.url, autocommit=True) as idle,
+        ):
+            await idle.execute("listen a")
+            await idle.execute("begin")
+            fill = "select pg_notify('a', n || repeat('x', 4000)) from generate_series(1, 70) n"
+            await run_sql(small.url, fill)
+
+            async def noticed() -> bool:
+                return bool((listener.statistics()["queue_usage"] or 0.0) >= 0.5)
+
+            await until(noticed)
+            assert listener.up
+    assert "every NOTIFY of the cluster fails" in caplog.text
