@@ -28,7 +28,7 @@ OPEN = 0.03
 CONSUMERS = ("one", "two")
 #: How long everything may take after the last commit, in seconds.
 LIMIT = 120.0
-_APPLICATION = "gap-listener"
+_LISTENER, _BARE = "gap-listener", "gap-bare"
 
 
 @dataclass
@@ -40,6 +40,7 @@ class Found:
     orders: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
     bare: set[str] = field(default_factory=set)
     by_id: set[str] = field(default_factory=set)
+    #: How often the connection of the listener was killed.
     kills: int = 0
     #: Gaps that a subscriber of the listener was told of.
     gaps: int = 0
@@ -66,53 +67,62 @@ class Found:
 
 
 async def gap_run(url: str, events: int, kills: int, seed: int) -> Found:
-    """Publish by 8 writers while listening connections are killed; return when all was read."""
-    found, chance = Found(), random.Random(seed)
-    direct = psycopg.conninfo.make_conninfo(url, application_name=_APPLICATION)
+    """Publish at least so many events by 8 writers, until the listener was killed often enough."""
+    found = Found()
     tasks = Tasks()
-    async with Listener(direct) as listener, Outbox(url, listener=listener) as outbox:
+    async with (
+        Listener(_named(url, _LISTENER)) as listener,
+        Outbox(url, listener=listener) as outbox,
+    ):
         await listener.wait_until_up(LIMIT)
         ready = [asyncio.Event() for _ in range(2)]
-        consumers = [tasks.start(_consume(outbox, name, events, found)) for name in CONSUMERS]
+        for name in CONSUMERS:
+            tasks.start(_consume(outbox, name, found))
         tasks.start(_subscribe(listener, found))
-        tasks.start(_bare(direct, found, ready[0]))
+        tasks.start(_bare(_named(url, _BARE), found, ready[0]))
         tasks.start(_by_id(url, found, ready[1]))
         for each in ready:
             await each.wait()
-        # All kills fall into the time of the writers, which is longer than this.
-        pause = events / WRITERS * OPEN / 2 / (kills + 1)
-        killer = tasks.start(_kill(url, kills, pause, found, chance))
-        share = [events // WRITERS + (n < events % WRITERS) for n in range(WRITERS)]
+        killer = tasks.start(_kill(url, kills, found, random.Random(seed)))
         await asyncio.gather(
-            *(_write(url, n, count, found, seed + n) for n, count in enumerate(share))
+            *(_write(url, n, events // WRITERS, killer, found, seed + n) for n in range(WRITERS))
         )
         await killer
         async with asyncio.timeout(LIMIT):
-            await asyncio.gather(*consumers)
-            while not found.gaps:  # noqa: ASYNC110 - it is told once it is connected again
+            while found.missed or not found.gaps:  # noqa: ASYNC110 - tasks here make it so
                 await asyncio.sleep(0.05)
-        await asyncio.sleep(0.5)  # for the other two readers, which cannot know their end
+        await asyncio.sleep(0.5)  # for the other two readers, and for repetitions
+        failed = [task for task in tasks if task.done()]
         await tasks.cancel()
+    assert not failed, failed
     return found
 
 
-async def _write(url: str, writer: int, count: int, found: Found, seed: int) -> None:
+def _named(url: str, name: str) -> str:
+    return psycopg.conninfo.make_conninfo(url, application_name=name)
+
+
+async def _write(
+    url: str, writer: int, least: int, killer: asyncio.Task[None], found: Found, seed: int
+) -> None:
     chance = random.Random(seed)
     async with await psycopg.AsyncConnection.connect(url) as conn:
-        for number in range(count):
+        number = 0
+        while number < least or not killer.done():
             text = f"{writer}/{number}"
-            await conn.execute("select moored.outbox_publish('orders', %s)", [text])
-            await conn.execute("select pg_notify('bare', %s)", [text])
-            await asyncio.sleep(chance.uniform(0, OPEN))
-            if chance.random() < 0.1:
-                await conn.rollback()
+            number += 1
+            for rolled_back in (chance.random() < 0.1, False):
                 await conn.execute("select moored.outbox_publish('orders', %s)", [text])
                 await conn.execute("select pg_notify('bare', %s)", [text])
-            found.published.add(text)
+                await asyncio.sleep(chance.uniform(0, OPEN))
+                if not rolled_back:
+                    break
+                await conn.rollback()
             await conn.commit()
+            found.published.add(text)
 
 
-async def _consume(outbox: Outbox, name: str, events: int, found: Found) -> None:
+async def _consume(outbox: Outbox, name: str, found: Found) -> None:
     counter = found.consumers[name] = Counter()
     order = found.orders[name] = []
     async with outbox.consume(name) as consumer:
@@ -121,8 +131,6 @@ async def _consume(outbox: Outbox, name: str, events: int, found: Found) -> None
             counter[event.payload] += 1
             order.append((event.xid, event.id))
             await event.ack()
-            if len(counter) == events:
-                return
 
 
 async def _subscribe(listener: Listener, found: Found) -> None:
@@ -156,13 +164,13 @@ async def _by_id(url: str, found: Found, ready: asyncio.Event) -> None:
             await asyncio.sleep(0.005)
 
 
-async def _kill(url: str, kills: int, pause: float, found: Found, chance: random.Random) -> None:
+async def _kill(url: str, kills: int, found: Found, chance: random.Random) -> None:
     query = (
-        "select count(pg_terminate_backend(pid)) from pg_stat_activity "
-        f"where application_name = '{_APPLICATION}' and datname = current_database()"
+        "select application_name, pg_terminate_backend(pid) from pg_stat_activity "
+        "where application_name = any(%s) and datname = current_database()"
     )
     async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
         while found.kills < kills:
-            await asyncio.sleep(chance.uniform(0, 2 * pause))
-            row = await (await conn.execute(query.encode())).fetchone()
-            found.kills += bool(row and row[0])
+            await asyncio.sleep(chance.uniform(0.05, 0.5))
+            rows = await (await conn.execute(query, [[_LISTENER, _BARE]])).fetchall()
+            found.kills += any(name == _LISTENER for name, _ in rows)
