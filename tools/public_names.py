@@ -19,9 +19,8 @@ REFERENCE = Path(__file__).parent.parent / "docs" / "reference"
 WITHOUT_API = {"moored.cli"}
 #: Internal subpackages: users import from the parent package.
 INTERNAL = {
-    *(f"moored.postgres.{each}" for each in ("consume", "decode", "manage", "report", "server")),
-    "moored.postgres.outbox",
-    "moored.postgres.stream",
+    *(f"moored.postgres.{each}" for each in ("consume", "decode", "listen", "manage", "outbox")),
+    *(f"moored.postgres.{each}" for each in ("report", "server", "stream")),
     *("moored.rpc.calls", "moored.rpc.topology"),
     *(f"moored.sessions.{each}" for each in ("events", "link", "sending", "storage", "transport")),
 }
