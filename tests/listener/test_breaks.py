@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -21,10 +22,17 @@ from moored.postgres.listen import Gap, Listener, Subscription
 from .breaks import LIMIT, black_hole, listener_pids, next_event, run_sql
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[SyncEmbeddedPostgres]:
-    """A server that the tests of this module break."""
-    with SyncEmbeddedPostgres() as made:
+@pytest.fixture(
+    scope="module",
+    params=["installed", *(pytest.param(n, marks=pytest.mark.soak) for n in (16, 18))],
+)
+def server(request: pytest.FixtureRequest) -> Iterator[SyncEmbeddedPostgres]:
+    """A server that the tests of this module break: the installed version, and others."""
+    if request.param == "installed":
+        made = SyncEmbeddedPostgres(bin_dir=Path(require_server("postgres")).parent)
+    else:
+        made = SyncEmbeddedPostgres(version=request.param)
+    with made:
         yield made
 
 

@@ -213,7 +213,7 @@ class Postgres:
             # A canary would count as a use, and nothing would ever sleep.
             canary_every=5.0 if settings.sleep_after is None else None,
             optional=self.notify_url is None,
-            name=f"listener.{settings.stream_id}",
+            name=f"postgres.{settings.stream_id}.listener",
             application_name=f"{settings.application_name} listener",
             clock=self.clock,
             recorder=self.recorder,
