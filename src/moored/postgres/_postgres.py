@@ -296,7 +296,10 @@ class Postgres:
         """Drop them if the manager could not: without the lock, or before its pools were open."""
         settings = self.settings
         try:
-            async with await self._stack.connect(_admin.TIMEOUT) as conn:
+            async with (
+                asyncio.timeout(_admin.TIMEOUT),
+                await self._stack.connect(_admin.TIMEOUT) as conn,
+            ):
                 # The slot first: this fails while another instance reads it, which needs both.
                 await _admin.drop_slot(conn, settings.slot_name)
                 if not settings.manual_publication:
@@ -426,7 +429,11 @@ class Postgres:
         if limit is None:
             return False
         try:
-            async with await self._stack.connect(self.settings.connect_timeout) as conn:
+            seconds = self.settings.connect_timeout
+            async with (
+                asyncio.timeout(seconds),
+                await self._stack.connect(seconds) as conn,
+            ):
                 kept = await _admin.retained(conn, self.settings.slot_name)
         except (psycopg.Error, OSError, PostgresError) as error:
             log.info("the retained WAL could not be queried: %s", describe(error))
