@@ -222,8 +222,9 @@ class Database:
             return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
         if (outage := pg.statistics()["outage"]) is not None:
             return str(outage["last"])
-        if health is Health.DEGRADED and (listener := pg.listener) and not listener.up:
-            return f"the listener is down: {listener.statistics()['failure'] or 'not connected'}"
+        listener = pg.statistics()["listener"]
+        if health is Health.DEGRADED and listener is not None and not listener["up"]:
+            return f"the listener is down: {listener['failure'] or 'not connected yet'}"
         because = "  because  "
         lines = (line for line in pg.explain().splitlines() if line.startswith(because))
         return next(lines, "").removeprefix(because)
