@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 
 import pytest
@@ -48,6 +49,15 @@ async def test_first_of_raises_the_error_of_the_first() -> None:
     with pytest.raises(ValueError, match="failed"):
         await first_of(other.run(), fail())
     assert other.ended == "cancelled"
+
+
+async def test_first_of_retrieves_every_error_of_those_that_fail_together() -> None:
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+    with pytest.raises(ValueError, match="failed"):
+        await first_of(fail(), fail())
+    gc.collect()
+    assert reported == []
 
 
 @pytest.mark.parametrize("wait", [first_of, all_of])

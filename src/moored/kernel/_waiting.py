@@ -19,8 +19,9 @@ async def first_of(*awaitables: Awaitable[Any]) -> None:
     tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(each) for each in awaitables]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
+        # Of several errors at once, one is raised, and all are marked as retrieved.
+        for failed in [task for task in done if task.cancelled() or task.exception()]:
+            failed.result()
     finally:
         await _end(tasks)
 
@@ -41,6 +42,8 @@ async def _end(tasks: list[asyncio.Future[Any]]) -> None:
         for task in left:
             task.cancel()
         await asyncio.wait(left)
+        for task in left:
+            task.cancelled() or task.exception()  # one that fails on its cancellation
     # The traceback of an error that is raised now must not keep the tasks and their results alive.
     tasks.clear()
 

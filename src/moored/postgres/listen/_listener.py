@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -23,7 +23,6 @@ from moored.kernel import (
     first_of,
     refuse,
     sleep_until,
-    start_task,
     unmet,
 )
 
@@ -326,9 +325,9 @@ class Listener:
             self._core.probed(token)
             await self._sync(token, direct)
             self._went_up(token)
-            watches = [_retrieved(self._beat(token, direct))]
+            watches = [self._beat(token, direct)]
             if self._pooled is not None and self._canary_every is not None:
-                watches.append(_retrieved(self._send_canaries(direct, self._canary_every)))
+                watches.append(self._send_canaries(direct, self._canary_every))
             await first_of(*watches)
         finally:
             direct.close()
@@ -450,10 +449,3 @@ class Listener:
         if conditions["listening"].met:
             return Health.ACTIVE
         return Health.DEGRADED if self._core.was_up else Health.STARTING
-
-
-def _retrieved(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Start a task whose error need not be read: a lost connection ends several at once."""
-    task = start_task(work)
-    task.add_done_callback(lambda done: done.cancelled() or done.exception())
-    return task

@@ -13,7 +13,7 @@ from ..server import connect
 __all__ = ["PooledPath", "notify_by", "statement"]
 
 
-class Pool(Protocol):
+class PoolOfPsycopg(Protocol):
     """A pool of psycopg or asyncpg connections: ours, psycopg_pool's, or a `Postgres`."""
 
     def connection(self, timeout: float = ...) -> Any:
@@ -49,7 +49,7 @@ class PooledPath:
     async def notify(self, channel: str, payload: str, timeout: float = 30.0) -> None:
         """Send a notification in a transaction of its own; `timeout` limits the checkout."""
         if hasattr(self._through, "connection"):
-            checkout = cast(Pool, self._through).connection(timeout=timeout)
+            checkout = cast(PoolOfPsycopg, self._through).connection(timeout=timeout)
         else:
             checkout = self._through.acquire(timeout=timeout)
         async with checkout as conn:
