@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import uvloop
+from hypothesis import settings
 from tests.initdb_once import initdb_once
 from tests.servers import empty_database
 
@@ -23,6 +24,11 @@ from moored.testing import scaled
 if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+# A limit of time for one example would fail on a busy machine.
+settings.register_profile("moored", deadline=None)
+settings.load_profile("moored")
 
 
 def pytest_collection_finish() -> None:
