@@ -21,7 +21,8 @@ KEYS = {"acme-key": ACME, "other-key": OTHER}
 async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
     """Serve an app on a port of the loopback interface, a free one by default; yield its URL."""
     line = socket.create_server(("127.0.0.1", port))
-    config = uvicorn.Config(app, lifespan="off", log_level="error", timeout_graceful_shutdown=1)
+    # Without uvicorn's own configuration of logging, which would stay for later tests.
+    config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
     running = asyncio.create_task(server._serve(sockets=[line]))
     try:

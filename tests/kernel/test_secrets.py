@@ -102,6 +102,7 @@ def test_no_password_of_a_url_is_quoted_by_libpq(password: str, escaped: bool) -
 
 
 @given(passwords)
+@example("0://")
 def test_a_password_is_hidden_in_every_form_of_writing_it(password: str) -> None:
     known = Secrets()
     known.add_from(make_conninfo(host="db", password=password))

@@ -112,7 +112,7 @@ def _spans(text: str) -> Iterator[tuple[int, int]]:
 
 def _is_url(text: str) -> bool:
     """Whether the text is a URL, also one whose "://" is mistyped or missing."""
-    return "://" in text or ("@" in text and not _KEYWORD.match(text))
+    return not _KEYWORD.match(text) and ("://" in text or "@" in text)
 
 
 def _in_url(url: str) -> Iterator[tuple[int, int]]:
