@@ -224,6 +224,28 @@ def test_a_connection_may_live_and_idle_for_ever(module_url: str) -> None:
         assert "ready" in repr(pool)
 
 
+def test_a_connection_for_each_call_of_a_function(module_url: str) -> None:
+    with ConnectionPool(module_url, max_size=1) as pool:
+
+        @pool.connection()
+        def in_use(number: int) -> int:
+            return number * pool.statistics().in_use
+
+        assert [in_use(1), in_use(2)] == [1, 2]
+        assert pool.statistics().in_use == 0
+
+
+async def test_a_connection_for_each_call_of_a_coroutine_function(module_url: str) -> None:
+    async with AsyncConnectionPool(module_url, max_size=1) as pool:
+
+        @pool.connection()
+        async def in_use(number: int) -> int:
+            return number * pool.statistics().in_use
+
+        assert [await in_use(1), await in_use(2)] == [1, 2]
+        assert pool.statistics().in_use == 0
+
+
 # -- null pools ------------------------------------------------------------------------------------
 
 

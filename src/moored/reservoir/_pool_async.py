@@ -6,9 +6,10 @@ import asyncio
 import logging
 import math
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import wraps
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from moored.kernel import Timers, awaited, describe
 
@@ -23,6 +24,9 @@ from ._types import AsyncC as C
 __all__ = ["AsyncConnectionPool"]
 
 log = logging.getLogger("moored.reservoir")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 # Each checkout stores its task. `current_task` of Python 3.11 would double the time of a checkout.
 if sys.version_info < (3, 12):
@@ -316,6 +320,16 @@ class _AsyncCheckout(Generic[C]):
             nothing: Coroutine[Any, Any, None] = pool._nothing
             return nothing
         return pool._finish(item, error)
+
+    def __call__(self, function: Callable[P, Awaitable[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
+        """Decorate a function so that each call runs inside `connection()`."""
+
+        @wraps(function)
+        async def within(*args: P.args, **kwargs: P.kwargs) -> T:
+            async with self._pool.connection(self._timeout):
+                return await function(*args, **kwargs)
+
+        return within
 
 
 class _AsyncMethodCheckout(_AsyncCheckout[C]):

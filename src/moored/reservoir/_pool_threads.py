@@ -6,8 +6,9 @@ import threading
 import time
 from _thread import allocate_lock, get_ident
 from collections.abc import Callable
+from functools import wraps
 from types import TracebackType
-from typing import Any, Generic, Self
+from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from moored.kernel import LoopThread
 
@@ -20,6 +21,9 @@ from ._run_sync import run_sync
 from ._types import ThreadsC as C
 
 __all__ = ["ConnectionPool"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _ThreadWaiter(Waiter[C]):
@@ -211,6 +215,16 @@ class _Checkout(Generic[C]):
                 pool.reservoir.carry_out(waiter)
             return
         pool._finish(item, error)
+
+    def __call__(self, function: Callable[P, T]) -> Callable[P, T]:
+        """Decorate a function so that each call runs inside `connection()`."""
+
+        @wraps(function)
+        def within(*args: P.args, **kwargs: P.kwargs) -> T:
+            with self._pool.connection(self._timeout):
+                return function(*args, **kwargs)
+
+        return within
 
 
 class _MethodCheckout(_Checkout[C]):
