@@ -24,7 +24,7 @@ endif
 SCRATCH    ?= $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }')" -gt 6000000 ] 2>/dev/null && \
 	! grep -q ' /dev/shm .*noexec' /proc/mounts && echo /dev/shm || echo "$${TMPDIR:-/tmp}")
 # More than a machine of two cores has: tests mostly wait for servers.
-WORKERS    ?= 3
+WORKERS    ?= 4
 PORT       ?= 8089
 PYTEST     := TMPDIR=$(SCRATCH) $(BIN)/python -m pytest -p no:cacheprovider
 # Python's development mode enables asyncio's debug mode, which multiplies the time of pure tests: in
