@@ -130,6 +130,22 @@ class ThreadsPsycopg(PsycopgDriver):
         except StopIteration:
             return
 
+    def rollback(self, conn: Any, timeout: float) -> None:
+        """Roll back the transaction, within the timeout."""
+        pgconn = conn.pgconn
+        if conn._num_transactions or conn._tpc or conn._pipeline or conn._prepared.clear():
+            super().rollback(conn, timeout)  # there is more to do than a ROLLBACK
+        elif pgconn.transaction_status != _IDLE:
+            # Every engine of SQLAlchemy does this for each checkout: without a generator.
+            pgconn.send_query(b"ROLLBACK")
+            poll = select.poll()
+            poll.register(pgconn.socket, select.POLLIN)
+            while pgconn.is_busy() or pgconn.get_result() is not None:
+                if pgconn.is_busy():
+                    if not poll.poll(timeout * 1000):
+                        raise _no_answer(conn, "ROLLBACK", timeout)
+                    pgconn.consume_input()
+
     def interrupt(self, conn: Any, timeout: float) -> None:
         """Cancel the running statement, and wait until it has ended."""
         try:
