@@ -208,8 +208,8 @@ class Listener:
         While the listener is up, entering the block waits until it listens to the channels. While
         it is down, entering returns at once, and the first event is a `Gap`.
 
-        :param buffer: notifications that are kept for a slow subscriber; of later ones it is told
-            by a `Gap`.
+        :param buffer: the most notifications that wait for the subscriber; later ones are dropped,
+            and it gets a `Gap` with the reason "slow".
         """
         if buffer < 1:
             raise ValueError(f"subscribe(): buffer={buffer!r} must be at least 1")
@@ -284,7 +284,7 @@ class Listener:
             await self._changed.wait()
 
     def _pulse(self) -> None:
-        """Wake everyone who waits for a change of the state or of the channels."""
+        """Wake all tasks that wait for a change of the state or of the channels."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

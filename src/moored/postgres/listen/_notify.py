@@ -63,7 +63,7 @@ async def notify_by(conninfo: str, channel: str, payload: str) -> None:
 
 
 async def _execute(conn: Any, sql: str) -> None:
-    # A statement without parameters is never prepared by asyncpg, and by psycopg unless told so.
+    # asyncpg never prepares a statement without parameters; psycopg only with `prepare=True`.
     if isinstance(conn, psycopg.AsyncConnection):
         await conn.execute(cast(Any, sql), prepare=False)
     else:

@@ -197,7 +197,7 @@ class Outbox:
             or session, sync or async), or a cursor of psycopg or Django. If it is an async one,
             await the result.
         :param payload: of any size; a str as it is, any other value as JSON.
-        :param tenant: whom the event belongs to; None for nobody in particular.
+        :param tenant: the tenant that the event belongs to; None for an event without a tenant.
         """
         return publish(conn, self.schema, channel, payload, tenant)
 
