@@ -22,7 +22,7 @@ from moored.postgres import Changes, Postgres, Transaction
 from moored.postgres.consume import _backpressure
 from moored.postgres.manage import _manager_core, _stack
 from moored.postgres.stream import _replication
-from moored.service import Config, DatabaseUnreachable, Service, _database
+from moored.service import Config, DatabaseUnreachable, Service, _database, _shown_postgres
 from moored.service._listen import listen
 from moored.service._logs import Logs
 from moored.testing import FaultProxy
@@ -521,4 +521,4 @@ async def test_the_metrics_include_those_of_the_stream(postgres_url: str, tmp_pa
     ],
 )
 def test_a_place_is_short_and_has_no_secrets(url: str, place: str) -> None:
-    assert _database.place_of(url) == place
+    assert _shown_postgres.place_of(url) == place

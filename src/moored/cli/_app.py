@@ -19,13 +19,14 @@ from moored.service import (
     ConfigError,
     data_dir_of,
     is_loopback,
+    load_config,
     state_dir_of,
 )
 from moored.service import serve as run_service
 
 from . import _leases, _outbox, _show
 from ._client import Client, CommandFailed, UnknownComponent
-from ._options import ConfigFile, Json, configurable, load_config
+from ._options import ConfigFile, Json, configurable
 
 __all__ = ["app", "run"]
 
@@ -103,7 +104,7 @@ def serve(config: ConfigFile = None, **given: Any) -> int:
     underscores. The command line has priority over the environment, and the environment over the
     file.
     """
-    return run_service(load_config(config, given, dict(os.environ)))
+    return run_service(load_config(config, given))
 
 
 @app.command()
@@ -144,7 +145,7 @@ def config(config: ConfigFile = None, as_json: Json = False, **given: Any) -> in
 
     It accepts the options of `serve`. Secrets are hidden.
     """
-    effective = load_config(config, given, dict(os.environ))
+    effective = load_config(config, given)
     found: dict[str, Any] = {"state_dir": state_dir_of(effective)}
     if effective.is_embedded:
         found["data_dir"] = data_dir_of(effective)
@@ -177,7 +178,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _client(url: str | None, token: str | None, **options: float) -> Client:
     if url is not None:
         return Client(url, token, **options)
-    here = load_config(None, {}, dict(os.environ))
+    here = load_config()
     address = _address(here)
     known = token or here.admin_token
     token_in_file = token is None and here.sources.get("admin_token") == FILE_NAME

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from moored.kernel import MooredError, counted, describe, duration
 from moored.postgres.outbox import Outbox, OutboxStatus, ddl, grants
-from moored.reservoir import AsyncConnectionPool
+from moored.postgres.server import pool_by
 
 from ._client import CommandFailed
 from ._options import Json
@@ -108,7 +108,7 @@ def status(database_url: DatabaseUrl, schema: Schema = "moored", as_json: Json =
         moored outbox status --json | jq '.consumers[].lag'
     """
     found = _with_outbox(database_url, schema, lambda outbox: outbox.status())
-    show(_plain(found), as_json, lambda out: _show(out, found))
+    show(found.plain(), as_json, lambda out: _show(out, found))
     return 0
 
 
@@ -188,14 +188,7 @@ def _with_outbox(
     logging.getLogger("moored").addHandler(logging.NullHandler())
 
     async def run() -> T:
-        pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] = AsyncConnectionPool(
-            url,
-            kwargs={"prepare_threshold": None},
-            max_size=1,
-            timeout=CONNECT_TIMEOUT,
-            fail_fast=True,
-            open=False,
-        )
+        pool = pool_by(url, max_size=1, timeout=CONNECT_TIMEOUT, fail_fast=True)
         outbox = _sql(lambda: Outbox(pool, schema=schema, show_queries=True, **options))
         async with pool:
             return await work(outbox)
@@ -211,12 +204,6 @@ def _sql(made: Callable[[], T]) -> T:
         return made()
     except ValueError as error:
         raise CommandFailed(str(error)) from error
-
-
-def _plain(found: OutboxStatus) -> dict[str, Any]:
-    consumers = [{**each._asdict(), "cursor": str(each.cursor)} for each in found.consumers]
-    held = found.held_back and found.held_back._asdict()
-    return {**found._asdict(), "held_back": held, "consumers": consumers}
 
 
 def _show(console: Console, found: OutboxStatus) -> None:

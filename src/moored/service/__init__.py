@@ -17,6 +17,7 @@ with extra("service", "moored.service"):
     import uvicorn as _uvicorn  # noqa: F401
 
 from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
+from ._config_file import load_config
 from ._database import data_dir_of, state_dir_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
 from ._health import HTTP, Status
@@ -24,6 +25,7 @@ from ._parse import is_loopback
 from ._part import Part, System, Wiring
 from ._serve import serve
 from ._service import Service
+from ._shown_postgres import ShownPostgres
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Running the service
@@ -32,6 +34,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Parts
     "HTTP",
     "Part",
+    "ShownPostgres",
     "Status",
     "System",
     "Wiring",
@@ -44,6 +47,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "is_loopback",
     "knobs",
     "load",
+    "load_config",
     "state_dir_of",
     # Errors
     "CannotListen",

@@ -64,10 +64,10 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the app, or refuse it."""
         if scope["type"] == "http":
-            answer = self._check(scope["path"], scope["method"], Headers(scope=scope))
+            answer = self._check(_path(scope), scope["method"], Headers(scope=scope))
             return await (answer or self._app)(scope, receive, _with_safe_headers(send))
         if scope["type"] == "websocket" and self._check(
-            scope["path"], WEBSOCKET, Headers(scope=scope)
+            _path(scope), WEBSOCKET, Headers(scope=scope)
         ):
             return await send({"type": "websocket.close", "code": 1008})
         return await self._app(scope, receive, send)
@@ -108,6 +108,12 @@ class AccessControl:
             return _auth.same(given, token)
         session = _auth.session_of(headers.get("cookie"))
         return _auth.session_holds(token, session, now=self._wall())
+
+
+def _path(scope: Scope) -> str:
+    """Return the path below the one that the app is mounted at."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 def _from_elsewhere(method: str, headers: Headers, names: frozenset[str]) -> bool:

@@ -146,7 +146,7 @@ class _Routes:
         given = await _token_in_form(request)
         if self._token is not None and (given is None or not _auth.same(given, self._token)):
             return login_page(wrong=True)
-        answer = RedirectResponse("/", status_code=303)
+        answer = RedirectResponse("./", status_code=303)
         if self._token is not None:
             answer.set_cookie(
                 _auth.COOKIE,
@@ -159,7 +159,7 @@ class _Routes:
         return answer
 
     async def logout(self, request: Request) -> Response:
-        answer = RedirectResponse("/", status_code=303)
+        answer = RedirectResponse("./", status_code=303)
         answer.delete_cookie(_auth.COOKIE, httponly=True, samesite="strict")
         return answer
 

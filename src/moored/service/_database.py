@@ -17,27 +17,22 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from psycopg.conninfo import conninfo_to_dict
-
 from moored.embedded import EmbeddedError, EmbeddedPostgres, PortInUse, default_data_dir
-from moored.kernel import SECRETS, Backoff, Child, Context, Registry
-from moored.postgres import ConfigurationError, Health, Postgres
-from moored.postgres.listen.prometheus import ListenerCollector
-from moored.postgres.prometheus import PostgresCollector
+from moored.kernel import Backoff, Child, Context, Registry
+from moored.postgres import ConfigurationError, Postgres
 
 from ._config import Config
 from ._errors import DatabaseUnreachable, ServiceError
 from ._part import Part, Wiring
+from ._shown_postgres import ShownPostgres, place_of
 
-__all__ = ["READY", "Database", "data_dir_of", "database_part", "place_of", "state_dir_of"]
+__all__ = ["READY", "Database", "data_dir_of", "database_part", "state_dir_of"]
 
 NAME = "postgres"
 READY = "postgres_ready"
-#: The child that runs the manager.
-MANAGER = f"moored/{NAME}/manager"
 
 #: Short at first, because a crashed server usually starts again at once.
 RETRY = Backoff(0.2, 5.0, jitter=0.25)
@@ -87,10 +82,7 @@ class Database:
         self._server: EmbeddedPostgres | None = None
         self._moved = asyncio.Event()
         self._began = wiring.clock.monotonic()
-        self._collector = PostgresCollector()
-        self._reported_holder: int | None = None
-        self._listeners = ListenerCollector()
-        wiring.collectors.extend((self._collector, self._listeners))
+        self._shown = ShownPostgres(wiring, NAME)
         wiring.last_resorts.append(self.kill_server)
 
     def children(self) -> Sequence[Child]:
@@ -143,7 +135,7 @@ class Database:
         except ConfigurationError as error:
             self._wiring.fail(ServiceError(str(error)))
             raise
-        with self._shown(pg):
+        with self._shown.shown(pg, ctx.path):
             try:
                 if not self._config.is_embedded:
                     await self._until_reached(pg)
@@ -172,71 +164,6 @@ class Database:
         if self._config.database_url is not None:
             return self._config.database_url
         return (await self._servers.via(NAME).wait()).url
-
-    @contextlib.contextmanager
-    def _shown(self, pg: Postgres) -> Iterator[None]:
-        """Add the manager to status, metrics and page in this block."""
-        wiring = self._wiring
-        wiring.machines.append(pg.machine)
-        wiring.systems[MANAGER] = pg
-        self._collector.add(pg)
-        unsubscribe = [pg.monitor.subscribe(lambda change: self._report_health(pg))]
-        if (listener := pg.listener) is not None:
-            if pg.notify_url:
-                wiring.machines.append(listener.machine)
-            self._listeners.add(listener)
-            unsubscribe.append(listener.monitor.subscribe(lambda _: self._report_health(pg)))
-        self._report_health(pg)
-        try:
-            yield
-        finally:
-            for each in unsubscribe:
-                each()
-            self._collector.remove(pg)
-            if listener is not None:
-                self._listeners.remove(listener)
-                if pg.notify_url:
-                    wiring.machines.remove(listener.machine)
-            del wiring.systems[MANAGER]
-            wiring.machines.remove(pg.machine)
-            wiring.health(NAME, "starting", "the connection manager has stopped")
-
-    def _report_health(self, pg: Postgres) -> None:
-        """Report the health of the manager; called after each change of a condition."""
-        if not pg.is_open:
-            return
-        health = pg.health
-        self._wiring.health(NAME, health.value, self._reason(pg, health))
-        if pg.fatal is not None:
-            self._wiring.fail(ServiceError(pg.fatal))
-        self._report_lock_holder(pg)
-
-    def _reason(self, pg: Postgres, health: Health) -> str:
-        if health is Health.FAILED:
-            return pg.fatal or "the connection manager is closed"
-        if health is Health.SLEEPING:
-            return "all connections were closed after a time without use"
-        if health is Health.ACTIVE:
-            server = pg.statistics()["server"]
-            version = server["version"] if server is not None else "of unknown version"
-            return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
-        if (outage := pg.statistics()["outage"]) is not None:
-            return str(outage["last"])
-        listener = pg.statistics()["listener"]
-        if health is Health.DEGRADED and listener is not None and not listener["up"]:
-            return f"the listener is down: {listener['failure'] or 'not connected yet'}"
-        because = "  because  "
-        lines = (line for line in pg.explain().splitlines() if line.startswith(because))
-        return next(lines, "").removeprefix(because)
-
-    def _report_lock_holder(self, pg: Postgres) -> None:
-        """Print a notice if another backend holds the lock, once for each holder."""
-        holder = pg.statistics()["lock"]["holder"]
-        pid = None if holder is None else holder["pid"]
-        if pid is not None and pid != self._reported_holder:
-            why = pg.monitor.conditions()["pg_lock_acquired"].detail
-            self._wiring.say(f"PostgreSQL: standing by, because {why}")
-        self._reported_holder = pid
 
     # -- the first connection ------------------------------------------------------------------
 
@@ -280,13 +207,3 @@ class Database:
     def _notify(self, ctx: Context, text: str) -> None:
         ctx.record(text)
         self._wiring.say(f"PostgreSQL: {text}")
-
-
-def place_of(url: str) -> str:
-    """Return the hosts, ports and database of a connection string: "db:5432/orders"."""
-    words = conninfo_to_dict(url)
-    hosts = str(words.get("host") or words.get("hostaddr") or "localhost").split(",")
-    ports = str(words.get("port") or "5432").split(",")
-    places = (f"{host}:{ports[min(n, len(ports) - 1)]}" for n, host in enumerate(hosts))
-    place = f"{','.join(places)}/{words.get('dbname') or words.get('user') or ''}".rstrip("/")
-    return SECRETS.hide(place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from moored.kernel import Condition
@@ -29,9 +29,10 @@ class PartHealth:
     otherwise.
     """
 
-    def __init__(self, parts: Mapping[str, Sequence[str]]) -> None:
-        """Take the names of the parts, each with its conditions."""
+    def __init__(self, parts: Mapping[str, Sequence[str]], optional: Collection[str] = ()) -> None:
+        """Take the names of the parts, each with its conditions, and those that may be down."""
         self._parts = parts
+        self._optional = frozenset(optional)
         self._reported: dict[str, Status] = {}
 
     def report(self, part: str, state: Status) -> Sequence[str]:
@@ -44,8 +45,16 @@ class PartHealth:
         return {part: self._state(part, conditions) for part in self._parts}
 
     def status(self, conditions: Mapping[str, Condition]) -> Status:
-        """Return the worst health of all parts."""
-        return worst(self.states(conditions).values())
+        """Return the worst health of all parts; an optional one makes it degraded at worst."""
+        return worst(
+            "degraded" if part in self._optional and HTTP[state] != 200 else state
+            for part, state in self.states(conditions).items()
+        )
+
+    def ready(self, parts: Iterable[str], conditions: Mapping[str, Condition]) -> bool:
+        """Whether `/v1/health` returns 200 for each of these parts."""
+        states = self.states(conditions)
+        return all(HTTP[states[part]] == 200 for part in parts)
 
     def _state(self, part: str, conditions: Mapping[str, Condition]) -> Status:
         met = all(conditions[name].met for name in self._parts[part])

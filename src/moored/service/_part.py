@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -49,6 +49,8 @@ class Wiring:
     #: Set the health of a part, with the reason. Its conditions are met while `/v1/health` returns
     #: 200 for that health.
     health: Callable[[str, Status, str], None]
+    #: Wait until these parts are ready.
+    until_ready: Callable[[Sequence[str]], Awaitable[None]]
     #: The machines that `/v1/status` and the page show; a part appends its own.
     machines: list[Machine] = field(default_factory=list)
     #: The systems to show, by the path of the child that runs each; a part adds its own.
@@ -68,7 +70,7 @@ class Part:
     when it is ready: HTTP starts after it, and shows the conditions that are not met yet.
     """
 
-    #: The unique name of the part; the paths of its children are "moored/<name>/…".
+    #: The unique name of the part; the paths of its children are "<service>/<name>/…".
     name: str
     #: Returns the children.
     build: Callable[[Wiring], Sequence[Child]]
@@ -82,3 +84,6 @@ class Part:
     #: How many restarts within how many seconds are allowed, before the whole part and HTTP are
     #: restarted; None for a part whose children wait for a server that may be down for days.
     intensity: tuple[int, float] | None = (3, 5.0)
+    #: Whether the service is not ready while this part is not. Without it the service is degraded
+    #: instead, and `/v1/health` still returns 200.
+    required: bool = True

@@ -17,7 +17,7 @@ import asyncio
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from moored.kernel import SECRETS, MooredError, first_of
 
@@ -35,14 +35,18 @@ DONE, GAVE_UP, CANNOT_START = 0, 1, 2
 FORCE_TIMEOUT = 3.0
 
 
-def serve(config: Config) -> int:
-    """Run the service until a signal stops it; returns the exit code for the process."""
+def serve(config: Config, make: Callable[..., Service] = Service) -> int:
+    """Run the service until a signal stops it; returns the exit code for the process.
+
+    :param make: returns the service, for other parts than PostgreSQL alone; it gets the arguments
+        of `Service`.
+    """
     signals = Signals()
     logs = Logs(layout=config.log_format, level=config.log_level)
     sockets: list[socket.socket] = []
     try:
         sockets = listen(config.host, config.port)
-        return asyncio.run(_run(config, sockets, logs, signals))
+        return asyncio.run(_run(config, sockets, logs, signals, make))
     except ServiceError as error:
         return _print_error(error, CANNOT_START)
     except MooredError as error:
@@ -55,10 +59,14 @@ def serve(config: Config) -> int:
 
 
 async def _run(
-    config: Config, sockets: Sequence[socket.socket], logs: Logs, signals: Signals
+    config: Config,
+    sockets: Sequence[socket.socket],
+    logs: Logs,
+    signals: Signals,
+    make: Callable[..., Service],
 ) -> int:
     loop = asyncio.get_running_loop()
-    service = Service(config, sockets, say=logs.say)
+    service = make(config, sockets, say=logs.say)
     service.recorder.subscribe(logs.sink)
     stop_requested = asyncio.Event()
 

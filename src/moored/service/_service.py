@@ -37,8 +37,9 @@ ROOT = "moored"
 
 
 class Service:
-    """The whole service; made on the event loop that runs it, with listening sockets.
+    """The whole service; made on the event loop that runs it.
 
+    It serves `asgi` on the listening sockets; without any, another server has to.
     `parts` are the systems that it runs, by default only PostgreSQL. Use it as an async context
     manager: entering starts the tree, leaving stops it, HTTP first.
     """
@@ -51,6 +52,7 @@ class Service:
         say: Callable[[str], None] = lambda text: None,
         recorder: Recorder | None = None,
         parts: Sequence[Part] | None = None,
+        name: str = ROOT,
     ) -> None:
         clock = Clock.current()
         parts = [database_part(config)] if parts is None else parts
@@ -59,13 +61,14 @@ class Service:
         #: Fails if a part reports that the service cannot continue.
         self.failed = _future()
         self.recorder = recorder or Recorder(clock=clock)
-        self._part_health = PartHealth(
-            {**{p.name: p.conditions for p in parts}, _http.NAME: (_http.READY,)}
-        )
+        conditions = {part.name: part.conditions for part in parts}
+        if sockets:
+            conditions[_http.NAME] = (_http.READY,)
+        self._part_health = PartHealth(conditions, [p.name for p in parts if not p.required])
         self.monitor: StatusMonitor[Status] = StatusMonitor(
-            [*(name for part in parts for name in part.conditions), _http.READY],
+            [each for names in conditions.values() for each in names],
             self._part_health.status,
-            name=f"{ROOT}/status",
+            name=f"{name}/status",
             clock=clock,
             recorder=self.recorder,
         )
@@ -73,7 +76,14 @@ class Service:
         self._clock = clock
         self._outages = PartOutages(self.recorder, clock)
         self._wiring = Wiring(
-            self.monitor, self.recorder, clock, say, self._give_up, self._fail, self._health
+            self.monitor,
+            self.recorder,
+            clock,
+            say,
+            self._give_up,
+            self._fail,
+            self._health,
+            self._until_ready,
         )
         children = [
             Supervisor.child(
@@ -98,25 +108,23 @@ class Service:
         streams, connections = BrowserStreams(), Connections()
         self._feed = Feed(self.view, streams)
         self._counter = EventCounter()
-        app = make_app(
+        #: The HTTP app, with the access checks.
+        self.asgi = make_app(
             config,
             self.view,
             self._feed,
             registry_of(self.view, self._counter, streams, connections, self._wiring.collectors),
             mounts={path: app for part in parts for path, app in part.mounts.items()},
         )
-        http = _http.http_child(
-            app,
-            sockets,
-            streams,
-            self.monitor,
-            connections,
-            access_log=config.log_level == "debug",
-        )
+        if sockets:
+            debug = config.log_level == "debug"
+            http = (self.asgi, sockets, streams, self.monitor, connections)
+            children.append(_http.http_child(*http, access_log=debug))
+        self._streams = streams
         self.root = Supervisor(
-            ROOT,
+            name,
             strategy="rest_for_one",
-            children=[*children, http],
+            children=children,
             recorder=self.recorder,
             clock=clock,
         )
@@ -145,12 +153,18 @@ class Service:
 
     async def _stop(self) -> None:
         self._ignore_changes()  # conditions that the stop clears are not reported
+        self._streams.close()
         try:
             await self.root.stop()
         finally:
             for unsubscribe in self._unsubscribe:
                 unsubscribe()
             self._feed.close()
+
+    async def _until_ready(self, parts: Sequence[str]) -> None:
+        await self.monitor.wait_until(
+            lambda _: self._part_health.ready(parts, self.monitor.conditions())
+        )
 
     def _give_up(self, error: MooredError) -> None:
         if not self.first_active.done():

@@ -213,7 +213,7 @@ function showLost(lost) {
 }
 
 function connect() {
-  const stream = new EventSource("/v1/events");
+  const stream = new EventSource("v1/events");
   stream.addEventListener("state", (message) => {
     showLost(false);
     showState(JSON.parse(message.data));
@@ -231,7 +231,7 @@ function connect() {
 
 async function connectAgain() {
   try {
-    const answer = await fetch("/v1/status", { cache: "no-store" });
+    const answer = await fetch("v1/status", { cache: "no-store" });
     if (answer.status === 401) return location.reload(); // the session has expired: show the login form
   } catch {
     // the service is not reachable yet

@@ -1,0 +1,108 @@
+"""How a connection manager is shown: in status, metrics, page and health, while it runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from psycopg.conninfo import conninfo_to_dict
+
+from moored.kernel import SECRETS
+from moored.postgres import Health, Postgres
+from moored.postgres.listen.prometheus import ListenerCollector
+from moored.postgres.prometheus import PostgresCollector
+
+from ._errors import ServiceError
+from ._part import Wiring
+
+__all__ = ["ShownPostgres", "place_of"]
+
+
+class ShownPostgres:
+    """Shows the managers of one part, one after the other.
+
+    :param part: the name of the part, whose health is that of the manager.
+    """
+
+    def __init__(self, wiring: Wiring, part: str) -> None:
+        self._wiring = wiring
+        self._part = part
+        self._collector = PostgresCollector()
+        self._listeners = ListenerCollector()
+        self._reported_holder: int | None = None
+        wiring.collectors.extend((self._collector, self._listeners))
+
+    @contextlib.contextmanager
+    def shown(self, pg: Postgres, path: str) -> Iterator[None]:
+        """Add the manager, which the child at `path` runs, to status, metrics and page."""
+        wiring = self._wiring
+        wiring.machines.append(pg.machine)
+        wiring.systems[path] = pg
+        self._collector.add(pg)
+        unsubscribe = [pg.monitor.subscribe(lambda change: self._report_health(pg))]
+        if (listener := pg.listener) is not None:
+            if pg.notify_url:
+                wiring.machines.append(listener.machine)
+            self._listeners.add(listener)
+            unsubscribe.append(listener.monitor.subscribe(lambda _: self._report_health(pg)))
+        self._report_health(pg)
+        try:
+            yield
+        finally:
+            for each in unsubscribe:
+                each()
+            self._collector.remove(pg)
+            if listener is not None:
+                self._listeners.remove(listener)
+                if pg.notify_url:
+                    wiring.machines.remove(listener.machine)
+            del wiring.systems[path]
+            wiring.machines.remove(pg.machine)
+            wiring.health(self._part, "starting", "the connection manager has stopped")
+
+    def _report_health(self, pg: Postgres) -> None:
+        """Report the health of the manager; called after each change of a condition."""
+        if not pg.is_open:
+            return
+        health = pg.health
+        self._wiring.health(self._part, health.value, self._reason(pg, health))
+        if pg.fatal is not None:
+            self._wiring.fail(ServiceError(pg.fatal))
+        self._report_lock_holder(pg)
+
+    def _reason(self, pg: Postgres, health: Health) -> str:
+        if health is Health.FAILED:
+            return pg.fatal or "the connection manager is closed"
+        if health is Health.SLEEPING:
+            return "all connections were closed after a time without use"
+        if health is Health.ACTIVE:
+            server = pg.statistics()["server"]
+            version = server["version"] if server is not None else "of unknown version"
+            return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
+        if (outage := pg.statistics()["outage"]) is not None:
+            return str(outage["last"])
+        listener = pg.statistics()["listener"]
+        if health is Health.DEGRADED and listener is not None and not listener["up"]:
+            return f"the listener is down: {listener['failure'] or 'not connected yet'}"
+        because = "  because  "
+        lines = (line for line in pg.explain().splitlines() if line.startswith(because))
+        return next(lines, "").removeprefix(because)
+
+    def _report_lock_holder(self, pg: Postgres) -> None:
+        """Print a notice if another backend holds the lock, once for each holder."""
+        holder = pg.statistics()["lock"]["holder"]
+        pid = None if holder is None else holder["pid"]
+        if pid is not None and pid != self._reported_holder:
+            why = pg.monitor.conditions()["pg_lock_acquired"].detail
+            self._wiring.say(f"PostgreSQL: standing by, because {why}")
+        self._reported_holder = pid
+
+
+def place_of(url: str) -> str:
+    """Return the hosts, ports and database of a connection string: "db:5432/orders"."""
+    words = conninfo_to_dict(url)
+    hosts = str(words.get("host") or words.get("hostaddr") or "localhost").split(",")
+    ports = str(words.get("port") or "5432").split(",")
+    places = (f"{host}:{ports[min(n, len(ports) - 1)]}" for n, host in enumerate(hosts))
+    place = f"{','.join(places)}/{words.get('dbname') or words.get('user') or ''}".rstrip("/")
+    return SECRETS.hide(place)
