@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 import psycopg
 
@@ -14,7 +15,7 @@ from moored.postgres._settings import Settings
 from moored.postgres.consume._hub import Hub
 from moored.postgres.consume._integrity import Integrity
 from moored.postgres.consume._store import StateStore
-from moored.postgres.decode._transaction import Committed
+from moored.postgres.decode import Committed, Types
 from moored.postgres.server._setup import Findings, Step
 from moored.postgres.stream._collector import LogCollector
 from moored.postgres.stream._replication import ReceivedTotals, ReplicationClient
@@ -113,6 +114,8 @@ async def test_a_local_log_can_replace_the_hub(
             report=lambda step: ready.set() if step is Step.READY_TO_STREAM else None,
             first_message=lambda: None,
             totals=ReceivedTotals(),
+            types=Types(),
+            describe_types=mock.AsyncMock(),
         )
         running = asyncio.create_task(client.run())
         await asyncio.wait_for(ready.wait(), LIMIT)

@@ -5,6 +5,7 @@ from ._body import Body, Shelf
 from ._changes import Change, Delete, Emitted, Insert, Truncate, Update
 from ._rows import UNCHANGED, Column, Relation, ReplicaIdentity, Row
 from ._transaction import Committed
+from ._types import OwnType, Types
 from ._wire import KEEPALIVE, PrimaryKeepalive, read_keepalive, status_update
 
 __all__ = [
@@ -18,12 +19,14 @@ __all__ = [
     "Delete",
     "Emitted",
     "Insert",
+    "OwnType",
     "PrimaryKeepalive",
     "Relation",
     "ReplicaIdentity",
     "Row",
     "Shelf",
     "Truncate",
+    "Types",
     "Update",
     "read_keepalive",
     "status_update",

@@ -12,6 +12,7 @@ from ._body import Body
 from ._pgoutput import ROWS, LogicalMessage, Origin, TruncateMessage, parse
 from ._rows import Relation
 from ._transaction import HEADER, Committed
+from ._types import BUILT_IN, Types
 from ._wire import KEEPALIVE
 
 __all__ = ["Assembler"]
@@ -27,10 +28,14 @@ class Assembler:
     """Assembles transactions; `feed` returns one when it is complete.
 
     :param new_body: creates the store for the messages of a transaction.
+    :param types: the types of the database; the `unknown_types` must be added before a row is read.
     """
 
-    def __init__(self, new_body: Callable[[], Body] = Body) -> None:
+    def __init__(self, new_body: Callable[[], Body] = Body, types: Types = BUILT_IN) -> None:
         self._new_body = new_body
+        self._types = types
+        #: The types of tables that `types` did not know when the tables were described.
+        self.unknown_types: set[int] = set()
         # Replaced, never changed in place: transactions refer to it.
         self._relations: dict[int, Relation] = {}
         self._now: Committed | None = None
@@ -119,6 +124,9 @@ class Assembler:
     def _feed_other(self, data: bytes) -> Committed | None:
         message = parse(data, HEADER)
         if isinstance(message, Relation):
+            message.types = self._types
+            used = (column.type_oid for column in message.columns)
+            self.unknown_types |= self._types.unknown(used)
             self._relations = {**self._relations, message.oid: message}
             if self._now is not None:
                 self._now.body.describe(message)

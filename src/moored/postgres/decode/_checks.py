@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import prod
 
@@ -16,12 +16,22 @@ import psycopg
 from psycopg.types.multirange import MultirangeInfo
 from psycopg.types.range import RangeInfo
 
-__all__ = ["SIZES", "Check", "check_of", "text_check_of"]
+__all__ = [
+    "SIZES",
+    "Check",
+    "check_array",
+    "check_multirange",
+    "check_of",
+    "check_range",
+    "check_record",
+    "text_check_of",
+]
 
 Check = Callable[[bytes], None]
 
 _head = struct.Struct("!iiI").unpack_from
 _size = struct.Struct("!i").unpack_from
+_oid = struct.Struct("!I").unpack_from
 
 #: The size of the binary values of types that psycopg loads, where it is fixed, by oid.
 SIZES: dict[int, int] = {
@@ -52,20 +62,25 @@ def check_of(oid: int) -> Check | None:
     if oid == 1700:
         return _check_numeric
     if oid in _ARRAYS:
-        return partial(_check_array, _ARRAYS[oid], check_of(_ARRAYS[oid]))
+        return partial(check_array, _ARRAYS[oid], check_of(_ARRAYS[oid]))
     if oid in _RANGES:
-        return partial(_check_range, check_of(_RANGES[oid]))
+        return partial(check_range, check_of(_RANGES[oid]))
     if oid in _MULTIRANGES:
-        return partial(_check_multirange, check_of(_MULTIRANGES[oid]))
+        return partial(check_multirange, check_of(_MULTIRANGES[oid]))
     return None
 
 
 @cache
-def text_check_of(oid: int) -> Check | None:
-    """Return the check of a type's values in text format; None if not needed."""
-    if oid not in _ARRAYS:
+def text_check_of(oid: int, delimiter: str | None = None) -> Check | None:
+    """Return the check of a type's values in text format; None if not needed.
+
+    :param delimiter: what separates the elements of an array that is not built in.
+    """
+    if oid in _ARRAYS:
+        delimiter = ";" if oid == _BOXES else ","
+    if delimiter is None:
         return None
-    form = _ARRAY_FORM.replace(b",", b";") if oid == _BOXES else _ARRAY_FORM
+    form = _ARRAY_FORM.replace(b",", re.escape(delimiter.encode()))
     return partial(_check_text_array, re.compile(form, re.DOTALL))
 
 
@@ -87,7 +102,8 @@ def _check_numeric(data: bytes) -> None:
         raise ValueError(f"it has {len(data)} bytes for {digits} groups of digits")
 
 
-def _check_array(element: int, check: Check | None, data: bytes) -> None:
+def check_array(element: int, check: Check | None, data: bytes) -> None:
+    """Check an array, with the oid and the check of its elements."""
     try:
         dimensions, _, oid = _head(data)
         if not 0 <= dimensions <= 6 or oid != element:
@@ -103,7 +119,23 @@ def _check_array(element: int, check: Check | None, data: bytes) -> None:
     _check_end(data, at)
 
 
-def _check_range(check: Check | None, data: bytes) -> None:
+def check_record(fields: Sequence[tuple[int, Check | None]], data: bytes) -> None:
+    """Check a value of a composite type, with the oid and the check of each field."""
+    try:
+        (count,), at = _size(data), 4
+        if count != len(fields):
+            raise ValueError(f"it has {count} fields instead of {len(fields)}")
+        for oid, check in fields:
+            if _oid(data, at)[0] != oid:
+                raise ValueError(f"a field of it is of oid {_oid(data, at)[0]} instead of {oid}")
+            at = _check_part(check, data, at + 4)
+    except struct.error:
+        raise ValueError("it is a truncated record") from None
+    _check_end(data, at)
+
+
+def check_range(check: Check | None, data: bytes) -> None:
+    """Check a range, with the check of its bounds."""
     if not data:
         raise ValueError("it is an empty value instead of a range")
     flags, at = data[0], 1
@@ -117,7 +149,8 @@ def _check_range(check: Check | None, data: bytes) -> None:
     _check_end(data, at)
 
 
-def _check_multirange(check: Check | None, data: bytes) -> None:
+def check_multirange(check: Check | None, data: bytes) -> None:
+    """Check a multirange, with the check of its ranges."""
     try:
         (count,), at = _size(data), 4
         if not 0 <= count <= len(data) // 4:

@@ -1,24 +1,18 @@
-"""The loaders that convert the bytes of values to Python objects.
-
-They are psycopg's, many in C, but for intervals. Values of types for which psycopg has no loader
-are strings in text format, and bytes in binary format.
-"""
+"""The loaders of built-in types: psycopg's, but for intervals and for values that Python lacks."""
 
 from __future__ import annotations
 
 import json
 import re
 import struct
-from collections.abc import Callable
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import psycopg
 from psycopg import pq
-from psycopg.adapt import AdaptersMap, Buffer, Loader, Transformer
+from psycopg.adapt import AdaptersMap, Buffer, Loader
 
-__all__ = ["loader"]
+__all__ = ["lenient_adapters", "strict_adapters"]
 
 _BINARY, _TEXT = pq.Format.BINARY, pq.Format.TEXT
 _INTERVAL = 1186
@@ -34,18 +28,8 @@ _TOO_LARGE = 114, 3802, 1082, 1083, 1114, 1184, _INTERVAL, 1266
 _UNLOADED = (18, _BINARY), (2249, _BINARY), (2249, _TEXT), (2287, _BINARY), (2287, _TEXT)
 
 
-@cache
-def loader(oid: int, form: pq.Format, *, lenient: bool) -> Callable[[bytes], Any]:
-    """Return the function that loads the values of a type.
-
-    :param lenient: leave a value that Python cannot represent as it is, instead of raising; slower.
-    """
-    adapters = _lenient_adapters() if lenient else _adapters()
-    return Transformer(adapters).get_loader(oid, form).load
-
-
-@cache
-def _adapters() -> AdaptersMap:
+def strict_adapters() -> AdaptersMap:
+    """Return psycopg's adapters; they raise for values that Python cannot represent."""
     adapters = AdaptersMap(psycopg.adapters)
     adapters.register_loader(_INTERVAL, _IntervalLoader)
     adapters.register_loader(_INTERVAL, _IntervalBinaryLoader)
@@ -56,14 +40,14 @@ def _adapters() -> AdaptersMap:
     return adapters
 
 
-@cache
-def _lenient_adapters() -> AdaptersMap:
-    adapters = AdaptersMap(_adapters())
+def lenient_adapters(strict: AdaptersMap) -> AdaptersMap:
+    """Return adapters that leave such values as they are."""
+    adapters = AdaptersMap(strict)
     for oid in _TOO_LARGE:
         for form in (_TEXT, _BINARY):
-            strict = adapters.get_loader(oid, form)
-            assert strict is not None
-            adapters.register_loader(oid, _lenient(strict, form))
+            loader = adapters.get_loader(oid, form)
+            assert loader is not None
+            adapters.register_loader(oid, _lenient(loader, form))
     return adapters
 
 

@@ -18,9 +18,9 @@ import psycopg
 from psycopg import pq
 
 from .._errors import DecodeError
-from ._checks import SIZES, check_of, text_check_of
-from ._loaders import loader
+from ._checks import SIZES
 from ._rowcode import MOST_COLUMNS, UNCHANGED, ColumnRecipe, row_reader, whole_reader
+from ._types import BUILT_IN, FIRST_OWN, Types
 
 __all__ = ["UNCHANGED", "Column", "Relation", "ReplicaIdentity", "Row"]
 
@@ -36,6 +36,8 @@ _NOTHING = {_NULL: None, _UNCHANGED: UNCHANGED}
 #: After so many rows, code is generated for a table; and how often it is generated again, when it
 #: could not handle a row.
 _ENOUGH, _TRIES = 3, 8
+#: The errors of psycopg's loaders for a valid value that Python cannot represent.
+_UNREPRESENTABLE = psycopg.DataError, psycopg.NotSupportedError
 
 
 class ReplicaIdentity(Enum):
@@ -79,6 +81,7 @@ class Relation:
         "qualified",
         "row",
         "schema",
+        "types",
         "whole",
     )
 
@@ -113,6 +116,8 @@ class Relation:
         self._tries = 0
         self._kinds = b""
         self._lenient = False
+        #: The types of the database: set before the first row is read.
+        self.types: Types = BUILT_IN
 
     def keys(self, data: bytes, at: int) -> tuple[Row, int]:
         """Return the replica identity of the row at this offset, and the end of the row.
@@ -178,10 +183,19 @@ class Relation:
         self._kinds, self._lenient = known, lenient
         self._tries += 1
         recipes = [
-            _recipe(column, kind, lenient) for column, kind in zip(self.columns, known, strict=True)
+            self._recipe(column, kind, lenient)
+            for column, kind in zip(self.columns, known, strict=True)
         ]
         self.row = row_reader(recipes, self._row)
         self.whole = whole_reader(recipes, self._whole)
+
+    def _recipe(self, column: Column, kind: int, lenient: bool) -> ColumnRecipe:
+        """Return how the generated code reads a column's values of this kind."""
+        types, oid = self.types, self.types.base(column.type_oid)
+        size = SIZES.get(oid) if kind == _BINARY else None
+        check = types.text_check(oid) if kind == _TEXT else None if size else types.check(oid)
+        load = types.loader(oid, _FORMS[kind], lenient=lenient)
+        return ColumnRecipe(column.name, kind, size, load, check)
 
     def _load(self, column: Column, kind: int, value: bytes) -> Any:
         """Load a value; raise `DecodeError` if it is not valid for its type.
@@ -189,19 +203,21 @@ class Relation:
         A value that Python cannot represent (infinity, the year 12000, 24:00) becomes the string
         that PostgreSQL writes for it; in binary format, other values than infinities stay bytes.
         Within an array or a range, only that element. A valid value in text format that cannot be
-        loaded stays a string.
+        loaded stays a string. A value of a type that is not built in and was changed since it was
+        described stays a string or bytes.
         """
-        oid = column.type_oid
+        types, oid = self.types, self.types.base(column.type_oid)
         try:
-            check = (check_of if kind == _BINARY else text_check_of)(oid)
-            if check is not None:
-                check(value)
             try:
-                return loader(oid, _FORMS[kind], lenient=True)(value)
-            except (psycopg.DataError, psycopg.NotSupportedError):
-                if kind == _BINARY:
+                check = (types.check if kind == _BINARY else types.text_check)(oid)
+                if check is not None:
+                    check(value)
+                return types.loader(oid, _FORMS[kind], lenient=True)(value)
+            except Exception as error:
+                text = kind == _TEXT and isinstance(error, _UNREPRESENTABLE)
+                if oid < FIRST_OWN and not text:
                     raise
-                return value.decode()
+                return value.decode() if kind == _TEXT else value
         except Exception as error:  # loaders of psycopg or of the user may raise anything
             raise DecodeError(
                 f"the value of {self.qualified}.{column.name} is not valid for its type "
@@ -210,11 +226,3 @@ class Relation:
 
     def __repr__(self) -> str:
         return f"<Relation {self.qualified} ({', '.join(self.names)})>"
-
-
-def _recipe(column: Column, kind: int, lenient: bool) -> ColumnRecipe:
-    """Return how the generated code reads a column's values of this kind."""
-    oid = column.type_oid
-    size = SIZES.get(oid) if kind == _BINARY else None
-    check = text_check_of(oid) if kind == _TEXT else None if size else check_of(oid)
-    return ColumnRecipe(column.name, kind, size, loader(oid, _FORMS[kind], lenient=lenient), check)

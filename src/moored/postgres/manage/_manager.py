@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -198,8 +198,15 @@ class Manager:
             report=lambda step: post(lambda: self._core.client_at(step)),
             first_message=lambda: post(self._core.first_message),
             totals=self._stack.totals,
+            types=self._stack.types,
+            describe_types=self._describe_types,
         )
         await self._parts.own("replication", self.client.run, self._core.client_failed, post)
+
+    async def _describe_types(self, oids: Collection[int]) -> None:
+        timeout = self._settings.connect_timeout
+        async with self.pools[Role.ADMIN].pool.connection(timeout=timeout) as conn:
+            self._stack.types.add(oids, await _admin.own_types(conn, oids))
 
     async def _start_pools(self) -> None:
         settings = self._settings

@@ -12,6 +12,7 @@ from moored.kernel import Backoff, Clock, Condition, Machine, Recorder, StatusMo
 
 from .._settings import Settings
 from ..consume import Hub, Integrity, StateStore
+from ..decode import Types
 from ..report import CHART, CONDITIONS, Outages, StackEvents, Status
 from ..server import Resolver, connect
 from ..stream import ReceivedTotals
@@ -55,6 +56,7 @@ class Stack:
         self.outages = Outages(clock)
         self.resolver = Resolver(timeout=settings.connect_timeout)
         self.totals = ReceivedTotals()
+        self.types = Types()
 
     async def connect(self, timeout: float) -> psycopg.AsyncConnection[Any]:
         """Open a connection to the server itself, beside the pools, for a few queries."""

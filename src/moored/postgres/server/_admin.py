@@ -1,16 +1,17 @@
-"""The manager's administrative queries: lock, slot, publication, and what they wait for."""
+"""The manager's administrative queries: lock, slot, publication, what they wait for, and types."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import psycopg
 from psycopg import sql
 
 from .._lsn import Lsn
+from ..decode import OwnType
 from ._connect import uncancelled
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "drop_slot",
     "lock_holder",
     "log_standby_snapshot",
+    "own_types",
     "retained",
     "rows",
     "terminate",
@@ -78,6 +80,32 @@ SELECT pg_wal_lsn_diff(pg_current_wal_lsn(), restart_lsn)::bigint,
        greatest(pg_wal_lsn_diff(pg_current_wal_lsn(), confirmed_flush_lsn), 0)::bigint,
        pg_current_wal_lsn(), active_pid, wal_status
 FROM pg_replication_slots WHERE slot_name = %(slot)s
+"""
+#: The types, and those that are not built in of which they are made.
+_TYPES = """
+WITH RECURSIVE wanted AS (
+  SELECT unnest(%(oids)s::oid[]) AS oid
+  UNION
+  SELECT part.oid FROM wanted w CROSS JOIN LATERAL (
+    SELECT e.oid FROM pg_type t JOIN pg_type e ON e.oid = t.typelem AND e.typarray = t.oid
+    WHERE t.oid = w.oid
+    UNION ALL SELECT typbasetype FROM pg_type WHERE oid = w.oid
+    UNION ALL SELECT rngsubtype FROM pg_range WHERE w.oid IN (rngtypid, rngmultitypid)
+    UNION ALL SELECT a.atttypid FROM pg_type t JOIN pg_attribute a ON a.attrelid = t.typrelid
+    WHERE t.oid = w.oid AND a.attnum > 0 AND NOT a.attisdropped
+  ) part (oid) WHERE part.oid >= 16384
+)
+SELECT t.oid, t.typname::text, CASE WHEN e.oid IS NULL THEN t.typtype::text ELSE 'a' END,
+  coalesce(e.oid, r.rngsubtype, t.typbasetype), coalesce(e.typdelim::text, ','),
+  coalesce(f.names, '{}'), coalesce(f.types, '{}')
+FROM wanted JOIN pg_type t USING (oid)
+LEFT JOIN pg_type e ON e.oid = t.typelem AND e.typarray = t.oid
+LEFT JOIN pg_range r ON t.oid IN (r.rngtypid, r.rngmultitypid)
+LEFT JOIN LATERAL (
+  SELECT array_agg(attname::text ORDER BY attnum) AS names,
+    array_agg(atttypid ORDER BY attnum) AS types
+  FROM pg_attribute WHERE attrelid = t.typrelid AND attnum > 0 AND NOT attisdropped
+) f ON t.typtype = 'c'
 """
 
 
@@ -185,6 +213,12 @@ async def retained(conn: psycopg.AsyncConnection[Any], slot: str) -> Retained | 
         return None
     kept, lag, current, active_pid, wal_status = found[0]
     return Retained(kept or 0, lag or 0, Lsn.parse(current), active_pid, wal_status)
+
+
+async def own_types(conn: psycopg.AsyncConnection[Any], oids: Collection[int]) -> list[OwnType]:
+    """Describe types that are not built in, and those of which they are made."""
+    found = await rows(conn, _TYPES, oids=sorted(oids))
+    return [OwnType(*rest, tuple(names), tuple(fields)) for *rest, names, fields in found]
 
 
 async def terminate(conn: psycopg.AsyncConnection[Any], pid: int) -> None:

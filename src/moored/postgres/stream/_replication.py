@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +24,7 @@ from moored.kernel import Clock
 from .._errors import StreamEnded
 from .._position import History
 from .._settings import Settings
-from ..decode import KEEPALIVE, Assembler, Body, Committed, Shelf, read_keepalive
+from ..decode import KEEPALIVE, Assembler, Body, Committed, Shelf, Types, read_keepalive
 from ..server import Setup, Step
 from ._collector import LogCollector
 from ._lag import Lag
@@ -59,6 +59,8 @@ class ReplicationClient:
     :param report: called with each step of the setup.
     :param first_message: called when the first message of the stream was received.
     :param totals: counts what this connection receives, too.
+    :param types: the types of the database; for each connection, they are described again.
+    :param describe_types: adds types to `types`.
     """
 
     def __init__(
@@ -71,6 +73,8 @@ class ReplicationClient:
         report: Callable[[Step], None],
         first_message: Callable[[], None],
         totals: ReceivedTotals,
+        types: Types,
+        describe_types: Callable[[Collection[int]], Awaitable[None]],
     ) -> None:
         self._conninfo = conninfo
         self._settings = settings
@@ -90,6 +94,8 @@ class ReplicationClient:
         #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
         self._totals = totals
+        self._types = types
+        self._describe_types = describe_types
 
     # -- the connection ------------------------------------------------------------------------
 
@@ -176,7 +182,8 @@ class ReplicationClient:
 
     async def _read(self, link: ReplicationLink) -> None:
         hub, shelf = self._hub, Shelf(self._settings.state_dir / "spill")
-        assembler = Assembler(partial(Body, shelf))
+        assembler = Assembler(partial(Body, shelf), self._types)
+        self._types.expire()
         first = True
         while True:
             batch = await link.receive()
@@ -187,6 +194,10 @@ class ReplicationClient:
             place = 0
             while place < len(batch):
                 done, place = assembler.feed_all(batch, place)
+                if assembler.unknown_types:
+                    # Before a consumer can read a row of them.
+                    await self._describe_types(assembler.unknown_types)
+                    assembler.unknown_types = set()
                 if done:
                     self._received(done)
                     hub.apply_all(done)
