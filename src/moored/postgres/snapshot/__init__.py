@@ -1,0 +1,1 @@
+"""Copies of tables, in chunks, and the stream of changes that continues them."""
