@@ -39,6 +39,7 @@ from pymilvus.client import connection_manager as pymilvus  # type: ignore[impor
 from _harness import Figure, Report, main, quartiles, spread
 from _rpc_checkout_servers import Echo, echo_server, milvus_server, silent_server, slow_topology
 from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
+from moored.rpc.milvus import milvus_config
 
 #: Checkouts and calls in a burst: about 5 ms each.
 CHECKOUTS, CALLS = 2000, 20
@@ -247,7 +248,7 @@ async def stall_of(opening: Awaitable[object]) -> float:
 
 async def our_stall(uri: str) -> float:
     async with AsyncConnectionManager() as manager:
-        return await stall_of(manager.get_or_create(ConnectionConfig.from_uri(uri)))
+        return await stall_of(manager.get_or_create(milvus_config(uri)))
 
 
 async def their_stall(uri: str) -> float:

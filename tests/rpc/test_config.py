@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import pytest
 from hypothesis import given
@@ -25,26 +25,26 @@ SECRET = "s3cr3t"
 
 def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
     config = ConnectionConfig.from_uri(uri, **given)
-    return config.address, config.token, config.db_name
+    return config.address, config.token, config.path
 
 
 # -- the examples ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("uri", "address", "token", "db_name"),
+    ("uri", "address", "token", "path"),
     [
         # The defaults.
         ("http://localhost:19530", "localhost:19530", "", ""),
-        ("https://host:19530/mydb", "host:19530", "", "mydb"),
+        ("https://host:19530/mydb", "host:19530", "", "/mydb"),
         ("https://user:pass@host:19530", "host:19530", "user:pass", ""),
-        ("https://user:pass@host:19530/mydb", "host:19530", "user:pass", "mydb"),
+        ("https://user:pass@host:19530/mydb", "host:19530", "user:pass", "/mydb"),
         # Default ports.
         ("http://localhost", "localhost:80", "", ""),
         ("tcp://localhost", "localhost:80", "", ""),
         ("https://localhost", "localhost:443", "", ""),
         ("https://localhost:", "localhost:443", "", ""),
-        ("http://localhost:/db", "localhost:80", "", "db"),
+        ("http://localhost:/db", "localhost:80", "", "/db"),
         ("HTTPS://localhost", "localhost:443", "", ""),
         # Tokens.
         ("https://token@host", "host:443", "token", ""),
@@ -56,17 +56,17 @@ def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
         # Percent-decoding of each part.
         ("http://us%40er:p%3Ass@host", "host:80", "us@er:p:ss", ""),
         ("http://a%2Fb:c%3Fd%23e@host", "host:80", "a/b:c?d#e", ""),
-        ("http://host/my%20db", "host:80", "", "my db"),
-        ("http://host/my%2Fdb", "host:80", "", "my/db"),
-        ("http://host/%E2%82%AC", "host:80", "", "€"),
+        ("http://host/my%20db", "host:80", "", "/my%20db"),
+        ("http://host/my%2Fdb", "host:80", "", "/my%2Fdb"),
+        ("http://host/%E2%82%AC", "host:80", "", "/%E2%82%AC"),
         # The path.
-        ("http://host/", "host:80", "", ""),
-        ("http://host//db/", "host:80", "", "db"),
-        ("http://host/db/more", "host:80", "", "db"),
+        ("http://host/", "host:80", "", "/"),
+        ("http://host//db/", "host:80", "", "//db/"),
+        ("http://host/db/more", "host:80", "", "/db/more"),
         # IPv6.
         ("http://[::1]:19530", "[::1]:19530", "", ""),
         ("http://[::1]", "[::1]:80", "", ""),
-        ("https://t@[2001:db8::1]/db", "[2001:db8::1]:443", "t", "db"),
+        ("https://t@[2001:db8::1]/db", "[2001:db8::1]:443", "t", "/db"),
         ("http://127.0.0.1:65535", "127.0.0.1:65535", "", ""),
         ("http://127.0.0.1:1", "127.0.0.1:1", "", ""),
         # Unix sockets.
@@ -78,48 +78,27 @@ def parsed(uri: str, **given: Any) -> tuple[str, str, str]:
         ("  http://host:1  ", "host:1", "", ""),
     ],
 )
-def test_uri_is_parsed_into_address_token_and_database(
-    uri: str, address: str, token: str, db_name: str
+def test_uri_is_parsed_into_address_token_and_path(
+    uri: str, address: str, token: str, path: str
 ) -> None:
     config = ConnectionConfig.from_uri(uri)
-    assert (config.address, config.token, config.db_name) == (address, token, db_name)
+    assert (config.address, config.token, config.path) == (address, token, path)
     assert config.uri == uri.strip(), "the URI was changed"
 
 
 @pytest.mark.parametrize(
-    ("uri", "given", "token", "db_name"),
+    ("uri", "given", "token"),
     [
-        ("https://host/db1", {"db_name": "db2"}, "", "db2"),
-        ("https://user:pass@host", {"token": "other"}, "other", ""),
-        ("https://user:pass@host/db1", {"token": "", "db_name": ""}, "user:pass", "db1"),
-        ("https://user:pass@host/db1", {"token": None, "db_name": None}, "user:pass", "db1"),
-        ("https://host", {"token": "t", "db_name": "d"}, "t", "d"),
-        ("unix:/a", {"token": "t", "db_name": "d"}, "t", "d"),
+        ("https://user:pass@host", {"token": "other"}, "other"),
+        ("https://user:pass@host/db1", {"token": ""}, "user:pass"),
+        ("https://user:pass@host/db1", {"token": None}, "user:pass"),
+        ("unix:/a", {"token": "t"}, "t"),
         # Arguments beside the URI are not decoded.
-        ("https://host", {"token": "a%40b", "db_name": "a%2Fb"}, "a%40b", "a%2Fb"),
+        ("https://host", {"token": "a%40b"}, "a%40b"),
     ],
 )
-def test_arguments_override_the_uri(
-    uri: str, given: dict[str, Any], token: str, db_name: str
-) -> None:
-    config = ConnectionConfig.from_uri(uri, **given)
-    assert (config.token, config.db_name) == (token, db_name)
-
-
-@pytest.mark.parametrize(
-    ("uri", "expected"),
-    [
-        ("https://a.global-cluster.example.com", True),
-        ("https://a.GLOBAL-Cluster.example.com", True),
-        ("https://host/global-cluster", True),
-        ("https://host", False),
-        ("https://global-cluster:pass@host", False),
-        ("https://global-cluster@host/db", False),
-        ("unix:/run/global-cluster.sock", True),
-    ],
-)
-def test_global_cluster_is_recognized_by_its_uri(uri: str, expected: bool) -> None:
-    assert ConnectionConfig.from_uri(uri).is_global is expected
+def test_token_argument_overrides_the_uri(uri: str, given: dict[str, Any], token: str) -> None:
+    assert ConnectionConfig.from_uri(uri, **given).token == token
 
 
 @pytest.mark.parametrize(
@@ -215,7 +194,6 @@ def test_invalid_uri_is_refused_with_the_part(uri: Any, message: str) -> None:
         ({"token": 5}, "token must be a str, not int"),
         ({"token": b"x"}, "token must be a str, not bytes"),
         ({"token": "x\n"}, "the token has a control character in it"),
-        ({"db_name": 5}, "db_name must be a str, not int"),
     ],
 )
 def test_invalid_option_is_named(given: dict[str, Any], message: str) -> None:
@@ -255,8 +233,7 @@ def key(uri: str = "http://host:1", **given: Any) -> str:
 
 def test_equal_address_and_identity_have_one_key() -> None:
     assert key() == key()
-    assert key("http://host:1/db1") == key("http://host:1/db2"), "the database changed the key"
-    assert key("http://host:1", db_name="x") == key()
+    assert key("http://host:1/db1") == key("http://host:1/db2"), "the path changed the key"
     assert key("http://u:p@host:1") == key("http://host:1", token="u:p")
     assert key("http://host") == key("http://host:80")
     assert key("http://host:1") == key("tcp://host:1")
@@ -295,36 +272,8 @@ def test_options_that_change_the_connection_change_the_key() -> None:
         key(channel_options={"grpc.a": 1}),
         key(channel_options={"grpc.a": "1"}),
         key(channel_options={"grpc.b": 1}),
-        key("http://host:1/global-cluster"),
     ]
     assert len(set(keys)) == len(keys)
-
-
-@pytest.mark.parametrize(
-    ("path", "root", "database"),
-    [
-        ("", "", ""),
-        ("/global-cluster", "", ""),
-        ("/global-cluster/my%20db/more", "", "my db"),
-        ("/one/global-cluster", "/one", ""),
-        ("//one//two%20x/Global-Cluster/db/", "/one/two%20x", "db"),
-        ("/my-global-cluster/db", "", "my-global-cluster"),
-        ("/db", "", "db"),
-    ],
-)
-def test_path_around_a_global_cluster_is_root_and_database(
-    path: str, root: str, database: str
-) -> None:
-    uri = f"https://global-cluster:pass@host{path}"
-    config = ConnectionConfig.from_uri(uri)
-    assert (config.topology_root, config.db_name) == (root, database)
-    assert ConnectionConfig.from_uri(uri, db_name="other").db_name == "other"
-
-
-def test_root_of_a_global_cluster_changes_the_key() -> None:
-    assert key("http://host/one/global-cluster") != key("http://host/two/global-cluster")
-    assert key("http://host/one/global-cluster/a") == key("http://host/one/global-cluster/b")
-    assert key("http://host/one") == key("http://host/two"), "a database changed the key"
 
 
 def test_parts_of_a_key_cannot_be_confused() -> None:
@@ -382,14 +331,14 @@ ports = st.none() | st.integers(1, 65535)
 
 @given(st.sampled_from(["http", "https", "tcp"]), hosts, ports, words, words, words)
 def test_percent_encoded_parts_are_decoded(
-    scheme: str, host: str, port: int | None, user: str, password: str, db_name: str
+    scheme: str, host: str, port: int | None, user: str, password: str, path: str
 ) -> None:
     uri = f"{scheme}://{quote(user, safe='')}:{quote(password, safe='')}@{host}"
     uri += "" if port is None else f":{port}"
-    config = ConnectionConfig.from_uri(f"{uri}/{quote(db_name, safe='')}")
+    config = ConnectionConfig.from_uri(f"{uri}/{quote(path, safe='')}")
     assert config.address == f"{host}:{port or (443 if scheme == 'https' else 80)}"
     assert config.token == f"{user}:{password}"
-    assert config.db_name == db_name
+    assert unquote(config.path) == f"/{path}"
 
 
 @given(words.filter(bool), hosts)

@@ -21,6 +21,7 @@ from moored.rpc import (
     ConnectionManager,
     GlobalStrategy,
 )
+from moored.rpc.milvus._config import MilvusConfig
 
 from .handlers import FAIL, PID, eventually, loss_noticed, loss_noticed_async
 from .servers import EchoServer
@@ -50,7 +51,7 @@ class Cluster:
 
     @property
     def config(self) -> ConnectionConfig:
-        return ConnectionConfig.from_uri(f"{self.topology.url}/global-cluster")
+        return MilvusConfig.from_uri(f"{self.topology.url}/global-cluster")
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,7 @@ def test_equal_endpoint_and_identity_share_a_channel(
     manager: ConnectionManager, echo: EchoServer
 ) -> None:
     one = manager.get_or_create(config(echo))
-    assert manager.get_or_create(config(echo, db_name="other")) is one
+    assert manager.get_or_create(ConnectionConfig.from_uri(f"{echo.uri}/other")) is one
     assert manager.get_or_create(config(echo, token="else")) is not one
     assert call(one) == b"hello"
     stats = manager.get_stats()

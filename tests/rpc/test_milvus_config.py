@@ -31,13 +31,16 @@ from moored.rpc.milvus import (
     MilvusConfigError,
     MilvusManager,
     MilvusRefused,
+    MilvusTopology,
     MilvusUnreachable,
     milvus_config,
 )
 from moored.rpc.milvus import _config as _milvus_config
-from moored.rpc.milvus._config import _PATHS, NEEDLESS, REFUSED
+from moored.rpc.milvus._config import _PATHS, NEEDLESS, REFUSED, MilvusConfig
+from moored.rpc.topology._topology import address_of
 
 from .milvus_service import Server
+from .topology_server import TopologyServer, body_of
 
 CLIENTS = [(MilvusClient, pymilvus.MilvusClient), (AsyncMilvusClient, pymilvus.AsyncMilvusClient)]
 
@@ -346,3 +349,142 @@ def test_option_is_part_of_the_connection_key() -> None:
     for same in (replace(logged, address=logged.address), pickle.loads(pickle.dumps(logged))):
         assert (same, same.key) == (logged, logged.key)
     assert replace(logged, address="other:1").key != replace(plain, address="other:1").key
+
+
+# -- the path of a URI -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "database"),
+    [
+        ("", ""),
+        ("/", ""),
+        ("/db", "db"),
+        ("//db/", "db"),
+        ("/db/more", "db"),
+        ("/my%20db", "my db"),
+        ("/my%2Fdb", "my/db"),
+        ("/%E2%82%AC", "€"),
+    ],
+)
+def test_first_part_of_the_path_names_the_database(path: str, database: str) -> None:
+    assert MilvusConfig.from_uri(f"http://user:pass@host{path}").db_name == database
+    assert MilvusConfig.from_uri("unix:/run/db").db_name == ""
+
+
+@pytest.mark.parametrize(
+    ("uri", "given", "token", "db_name"),
+    [
+        ("https://host/db1", {"db_name": "db2"}, "", "db2"),
+        ("https://user:pass@host", {"token": "other"}, "other", ""),
+        ("https://user:pass@host/db1", {"token": "", "db_name": ""}, "user:pass", "db1"),
+        ("https://user:pass@host/db1", {"token": None, "db_name": None}, "user:pass", "db1"),
+        ("https://host", {"token": "t", "db_name": "d"}, "t", "d"),
+        ("unix:/a", {"token": "t", "db_name": "d"}, "t", "d"),
+        # Arguments beside the URI are not decoded.
+        ("https://host", {"token": "a%40b", "db_name": "a%2Fb"}, "a%40b", "a%2Fb"),
+    ],
+)
+def test_token_and_database_arguments_override_the_uri(
+    uri: str, given: dict[str, Any], token: str, db_name: str
+) -> None:
+    config = MilvusConfig.from_uri(uri, **given)
+    assert (config.token, config.db_name) == (token, db_name)
+
+
+@pytest.mark.parametrize(
+    ("uri", "expected"),
+    [
+        ("https://a.global-cluster.example.com", True),
+        ("https://a.GLOBAL-Cluster.example.com", True),
+        ("https://host/global-cluster", True),
+        ("https://host", False),
+        ("https://global-cluster:pass@host", False),
+        ("https://global-cluster@host/db", False),
+        ("unix:/run/global-cluster.sock", True),
+    ],
+)
+def test_global_cluster_is_recognized_by_its_uri(uri: str, expected: bool) -> None:
+    assert MilvusConfig.from_uri(uri).is_global is expected
+
+
+def key(uri: str) -> str:
+    return MilvusConfig.from_uri(uri).key
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "database"),
+    [
+        ("", "", ""),
+        ("/global-cluster", "", ""),
+        ("/global-cluster/my%20db/more", "", "my db"),
+        ("/one/global-cluster", "/one", ""),
+        ("//one//two%20x/Global-Cluster/db/", "/one/two%20x", "db"),
+        ("/my-global-cluster/db", "", "my-global-cluster"),
+        ("/db", "", "db"),
+    ],
+)
+def test_path_around_a_global_cluster_is_root_and_database(
+    path: str, root: str, database: str
+) -> None:
+    uri = f"https://global-cluster:pass@host{path}"
+    config = MilvusConfig.from_uri(uri)
+    assert config.db_name == database
+    source = config.topology_source()
+    if "global-cluster" not in path.lower():
+        assert source is None
+    else:
+        assert repr(source) == f"<MilvusTopology https://host{root}/global-cluster/topology>"
+    assert MilvusConfig.from_uri(uri, db_name="other").db_name == "other"
+
+
+def test_root_of_a_global_cluster_changes_the_key() -> None:
+    assert key("http://host/one/global-cluster") != key("http://host/two/global-cluster")
+    assert key("http://host/one/global-cluster/a") == key("http://host/one/global-cluster/b")
+    assert key("http://host/one") == key("http://host/two"), "a database changed the key"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "address"),
+    [
+        ("http://in02.example.com", "in02.example.com:19530"),
+        ("in02.example.com", "in02.example.com:19530"),
+        ("http://[::1]/", "[::1]:19530"),
+        ("https://in02.example.com", "in02.example.com:443"),
+        ("http://in02.example.com:5", "in02.example.com:5"),
+    ],
+)
+def test_member_without_a_port_gets_the_default_port_of_milvus(endpoint: str, address: str) -> None:
+    member = {"clusterId": "one", "endpoint": endpoint, "capability": 3}
+    found = MilvusTopology("http://host").parse(
+        {"code": 0, "data": {"version": "1", "clusters": [member]}}
+    )
+    assert address_of(found.primary) == address
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/global-cluster", ""),
+        ("/global-cluster/mydb", ""),
+        ("/tenants/seven/global-cluster", "/tenants/seven"),
+        ("/tenants/seven/global-cluster/mydb", "/tenants/seven"),
+    ],
+)
+async def test_topology_of_a_configuration_is_requested_below_its_root(
+    path: str, asked: str
+) -> None:
+    with TopologyServer(body_of(7, ("one", "http://in01", 3))) as server:
+        uri = f"http://user:pass@127.0.0.1:{server.port}{path}"
+        source = MilvusConfig.from_uri(uri).topology_source()
+        assert source is not None
+        assert address_of((await source.fetch()).primary) == "in01:19530"
+        [(found, headers)] = server.requests
+    assert found == f"{asked}/global-cluster/topology"
+    assert headers["Authorization"] == "Bearer user:pass"
+
+
+@pytest.mark.parametrize("tail", ["", "/", "//"])
+def test_topology_path_is_appended_to_the_uri(tail: str) -> None:
+    source = MilvusTopology(f"tcp://user:pass@g.example.com:80/x{tail}")
+    assert repr(source) == "<MilvusTopology http://g.example.com/x/global-cluster/topology>"

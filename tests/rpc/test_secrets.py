@@ -43,6 +43,8 @@ from moored.rpc import (
 from moored.rpc._dial import make_aio_channel, make_channel
 from moored.rpc._errors import TopologyRefused
 from moored.rpc._secrets import KEPT, Sent, safe_text, same_kind, secrets_of, without_secrets
+from moored.rpc.milvus import MilvusTopology
+from moored.rpc.milvus._config import MilvusConfig
 from moored.rpc.prometheus import RpcCollector
 
 from .handlers import ECHO, FAIL, METADATA, loss_noticed, loss_noticed_async
@@ -172,13 +174,19 @@ class Provider:
         return "<Provider>"
 
 
-def config_of(source: str, address: str, path: str = "") -> ConnectionConfig:
+def config_of(source: str, address: str, path: str = "") -> MilvusConfig:
     if source == "userinfo":
         user, password = quote("keeper", safe=""), quote(PASSWORD, safe="")
-        return ConnectionConfig.from_uri(f"http://{user}:{password}@{address}{path}")
+        return MilvusConfig.from_uri(f"http://{user}:{password}@{address}{path}")
     if source == "token":
-        return ConnectionConfig.from_uri(f"http://{address}{path}", token=TOKEN)
-    return ConnectionConfig.from_uri(f"http://{address}{path}")
+        return MilvusConfig.from_uri(f"http://{address}{path}", token=TOKEN)
+    return MilvusConfig.from_uri(f"http://{address}{path}")
+
+
+def source_of(config: MilvusConfig) -> MilvusTopology:
+    source = config.topology_source(attempts=1)
+    assert source is not None
+    return source
 
 
 def options_of(source: str) -> dict[str, Any]:
@@ -276,18 +284,18 @@ def test_failing_topology_server_hides_the_token(
         # A token that was never sent to the server cannot be recognized in its answer.
         for reply in replies[: -1 if source == "provider" else None]:
             server.reply = reply
-            asked = HttpTopology.of(config, attempts=1)
+            asked = source_of(config)
             search.add("repr of the source", asked)
             with failing(search, "topology", TopologyError):
                 asyncio.run(asked.fetch())
             with ConnectionManager(
-                fetch_topology=HttpTopology.of(config, attempts=1), **options_of(source)
+                fetch_topology=source_of(config), **options_of(source)
             ) as manager:
                 with failing(search, "topology", ConnectFailed):
                     manager.get_or_create(config, timeout=0.3)
                 search.add_manager(manager)
         with failing(search, "nobody", TopologyError):
-            asyncio.run(HttpTopology.of(nobody, attempts=1).fetch())
+            asyncio.run(source_of(nobody).fetch())
         server.reply = server.tell
         with ConnectionManager(**options_of(source)) as manager:
             channel = manager.get_or_create(config)

@@ -18,8 +18,8 @@ import pytest
 from tests.rpc.topology_server import Conversation, TopologyServer, body_of
 
 from moored.kernel import LoopThread, Recorder
-from moored.rpc._config import ConnectionConfig
 from moored.rpc._errors import ConfigError, TopologyError
+from moored.rpc.milvus._config import MilvusConfig
 from moored.rpc.topology._refresher import Refresher
 from moored.rpc.topology._sources import (
     CallableTopology,
@@ -32,7 +32,7 @@ from moored.rpc.topology._topology import Capability, Member, Topology, address_
 from moored.testing import Sim, simulate
 
 SECRET = "s3cr3t"
-PATH = "/global-cluster/topology"
+PATH = "/directory/topology"
 GOOD = body_of(7, ("in01", "https://in01.example.com", 1), ("in02", "https://in02.example.com", 3))
 
 Fetch = Callable[..., Topology]
@@ -75,10 +75,8 @@ def without_pauses(uri: str, token: str = "", **options: Any) -> tuple[HttpTopol
 # -- HTTP ------------------------------------------------------------------------------------------
 
 
-def test_request_has_the_path_and_token_that_milvus_expects(
-    server: TopologyServer, fetch: Fetch
-) -> None:
-    found = fetch(HttpTopology(server.url, SECRET))
+def test_request_has_the_path_and_the_token(server: TopologyServer, fetch: Fetch) -> None:
+    found = fetch(HttpTopology(f"{server.url}{PATH}", SECRET))
     assert found.version == 7
     assert found.primary == Member("in02", "https://in02.example.com", 3)
     [(path, headers)] = server.requests
@@ -88,10 +86,11 @@ def test_request_has_the_path_and_token_that_milvus_expects(
 
 
 @pytest.mark.parametrize("tail", ["", "/", "//"])
-def test_topology_path_is_appended_to_the_uri(server: TopologyServer, tail: str) -> None:
+def test_path_of_the_uri_is_requested(server: TopologyServer, tail: str) -> None:
     ask(HttpTopology(f"{server.url}/some/path{tail}"))
     ask(HttpTopology(f"{server.url}/p%20q{tail}"))
-    assert [path for path, _ in server.requests] == [f"/some/path{PATH}", f"/p%20q{PATH}"]
+    ask(HttpTopology(f"{server.url}{tail}"))
+    assert [path for path, _ in server.requests] == ["/some/path", "/p%20q", "/"]
 
 
 def test_no_authorization_is_sent_without_a_token(server: TopologyServer, fetch: Fetch) -> None:
@@ -110,11 +109,11 @@ def test_non_ascii_token_is_sent_as_utf8(server: TopologyServer) -> None:
 @pytest.mark.parametrize(
     ("uri", "shown"),
     [
-        ("g.example.com", "https://g.example.com/global-cluster/topology"),
-        ("g.example.com:8443", "https://g.example.com:8443/global-cluster/topology"),
-        ("http://g.example.com", "http://g.example.com/global-cluster/topology"),
-        ("tcp://g.example.com:80", "http://g.example.com/global-cluster/topology"),
-        ("https://u:p@[::1]:1/x/", "https://[::1]:1/x/global-cluster/topology"),
+        ("g.example.com", "https://g.example.com"),
+        ("g.example.com:8443", "https://g.example.com:8443"),
+        ("http://g.example.com", "http://g.example.com"),
+        ("tcp://g.example.com:80", "http://g.example.com"),
+        ("https://u:p@[::1]:1/x/", "https://[::1]:1/x"),
     ],
 )
 def test_uri_decides_the_address_of_the_request(uri: str, shown: str) -> None:
@@ -142,32 +141,6 @@ def test_token_with_control_characters_is_refused_without_showing_it() -> None:
     with pytest.raises(ConfigError, match="control character") as caught:
         HttpTopology("http://host", f"{SECRET}\r\nX: y")
     assert SECRET not in str(caught.value)
-
-
-def test_source_of_a_configuration_queries_the_root(server: TopologyServer, fetch: Fetch) -> None:
-    uri = f"http://user:{SECRET}@127.0.0.1:{server.port}/mydb"
-    fetch(HttpTopology.of(ConnectionConfig.from_uri(uri)))
-    [(path, headers)] = server.requests
-    assert path == PATH, "a path names a database"
-    assert headers["Authorization"] == f"Bearer user:{SECRET}"
-
-
-@pytest.mark.parametrize(
-    ("path", "asked"),
-    [
-        ("/global-cluster", ""),
-        ("/global-cluster/mydb", ""),
-        ("/tenants/seven/global-cluster", "/tenants/seven"),
-        ("/tenants/seven/global-cluster/mydb", "/tenants/seven"),
-    ],
-)
-def test_source_of_a_configuration_keeps_the_path_prefix(
-    server: TopologyServer, fetch: Fetch, path: str, asked: str
-) -> None:
-    uri = f"http://user:{SECRET}@127.0.0.1:{server.port}{path}"
-    fetch(HttpTopology.of(ConnectionConfig.from_uri(uri)))
-    [(found, _)] = server.requests
-    assert found == f"{asked}{PATH}"
 
 
 # -- HTTP failures ------------------------------------------------------------
@@ -238,7 +211,7 @@ def test_unexpected_json_is_refused_with_the_address(
     server: TopologyServer, fetch: Fetch, body: Any
 ) -> None:
     server.body = body
-    with pytest.raises(TopologyError, match=f"^{server.url}{PATH}: .* is not understood"):
+    with pytest.raises(TopologyError, match=f"^{server.url}: .* is not understood"):
         fetch(without_pauses(server.url)[0])
     assert len(server.requests) == 1
 
@@ -317,7 +290,7 @@ def test_redirect_to_the_same_server_is_followed(server: TopologyServer, fetch: 
     server.script.append(server.status(307, Location="/elsewhere?x=y"))
     server.script.append(server.status(302, Location=f"{server.url}/again"))
     assert fetch(without_pauses(server.url, SECRET)[0]).version == 7
-    assert [path for path, _ in server.requests] == [PATH, "/elsewhere", "/again"]
+    assert [path for path, _ in server.requests] == ["/", "/elsewhere", "/again"]
     assert all(headers["Authorization"] == f"Bearer {SECRET}" for _, headers in server.requests)
 
 
@@ -446,8 +419,8 @@ def test_custom_certificate_authority_is_used(
         # Without a scheme, it is https.
         source = HttpTopology(f"127.0.0.1:{secure_server.port}", SECRET, ca=ca)
         assert fetch(source).version == 7
-    config = ConnectionConfig.from_uri(f"{secure_server.url}/db", token=SECRET, ca=cert)
-    assert fetch(HttpTopology.of(config)).version == 7
+    config = MilvusConfig.from_uri(f"{secure_server.url}/global-cluster", token=SECRET, ca=cert)
+    assert fetch(config.topology_source()).version == 7
 
 
 def test_unknown_certificate_authority_gets_no_token(

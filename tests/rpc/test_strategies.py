@@ -30,6 +30,7 @@ from moored.rpc._strategies import (
     GlobalStrategy,
     RegularStrategy,
 )
+from moored.rpc.milvus._config import MilvusConfig
 from moored.rpc.topology._follower import Follower
 from moored.rpc.topology._sources import (
     CallableTopology,
@@ -41,7 +42,7 @@ from moored.rpc.topology._topology import Advice, Capability, Member, Topology, 
 from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
 SECRET = "s3cr3t"
-GLOBAL = ConnectionConfig.from_uri("http://g.global-cluster.example.com", token=SECRET)
+GLOBAL = MilvusConfig.from_uri("http://g.global-cluster.example.com", token=SECRET)
 
 
 @dataclass
@@ -577,12 +578,13 @@ def global_config(server: TopologyServer) -> ConnectionConfig:
 
 
 def global_config_of(uri: str) -> ConnectionConfig:
-    return ConnectionConfig.from_uri(uri, token=f"user:{SECRET}")
+    return MilvusConfig.from_uri(uri, token=f"user:{SECRET}")
 
 
-def test_global_strategy_queries_milvus_by_default(side: Flavour, server: TopologyServer) -> None:
+def test_global_strategy_queries_the_topology_that_the_uri_names(
+    side: Flavour, server: TopologyServer
+) -> None:
     config = global_config(server)
-    assert config.is_global
     strategy = side.strategy()
     assert side(strategy.create_handler, config).config.address == "in01:1"
     [(path, headers)] = server.requests

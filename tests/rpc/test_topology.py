@@ -187,11 +187,11 @@ def test_invalid_endpoint_is_refused_with_its_member(endpoint: str) -> None:
 def test_encryption_of_a_member_follows_uri_endpoint_and_option(
     uri: str, endpoint: str, given: dict[str, Any], secure: bool
 ) -> None:
-    config = ConnectionConfig.from_uri(uri, token="t", db_name="d", **given)
+    config = ConnectionConfig.from_uri(uri, token="t", **given)
     found = config_for(config, Member("a", endpoint))
     assert found.secure is secure
     assert found.address.startswith("a:")
-    assert (found.uri, found.token, found.db_name) == (config.uri, "t", "d")
+    assert (found.uri, found.token) == (config.uri, "t")
 
 
 def test_certificate_name_is_that_of_the_member_unless_given() -> None:
@@ -353,19 +353,3 @@ def bring_all(found: list[Topology]) -> Topology | None:
 @given(st.lists(drawn, max_size=12))
 def test_newest_usable_topology_is_kept(found: list[Topology]) -> None:
     assert bring_all(found) == newest_usable(found)
-
-
-@pytest.mark.parametrize(
-    ("endpoint", "address"),
-    [
-        ("http://in02.example.com", "in02.example.com:19530"),
-        ("in02.example.com", "in02.example.com:19530"),
-        ("http://[::1]/", "[::1]:19530"),
-        ("https://in02.example.com", "in02.example.com:443"),
-        ("http://in02.example.com:5", "in02.example.com:5"),
-    ],
-)
-def test_member_without_a_port_gets_the_default_port_of_milvus(endpoint: str, address: str) -> None:
-    member = {"clusterId": "one", "endpoint": endpoint, "capability": 3}
-    found = parse_topology({"code": 0, "data": {"version": "1", "clusters": [member]}})
-    assert address_of(found.primary) == address

@@ -21,6 +21,7 @@ from moored.rpc import (
     TokenCredentials,
     TopologyError,
 )
+from moored.rpc.milvus._config import MilvusConfig
 
 from .handlers import FAIL
 from .servers import EchoServer
@@ -51,7 +52,7 @@ class GuardedTopologyServer(TopologyServer):
 
     @property
     def config(self) -> ConnectionConfig:
-        return ConnectionConfig.from_uri(f"{self.url}/global-cluster", token=OLD)
+        return MilvusConfig.from_uri(f"{self.url}/global-cluster", token=OLD)
 
 
 @pytest.fixture
@@ -193,7 +194,7 @@ async def test_new_token_is_hidden_in_errors_and_records(
     directory.reply = directory.tell
     directory.body = {"code": 1, "message": f"user%3A{NEW} is not known"}
     async with kind(credentials=lambda config: credentials) as side:
-        config = ConnectionConfig.from_uri(f"{directory.url}/global-cluster")
+        config = MilvusConfig.from_uri(f"{directory.url}/global-cluster")
         with pytest.raises(ConnectFailed, match="is not known") as caught:
             await side.get(config, timeout=1.0)
         told = [str(each.as_dict()) for each in side.manager.recorder.events()]

@@ -25,6 +25,7 @@ from moored.rpc._dial import make_aio_channel, make_channel
 from moored.rpc._errors import TopologyRefused
 from moored.rpc._verdicts import Verdict, judge, raised
 from moored.rpc.calls._retry import AsyncRetryInterceptor
+from moored.rpc.milvus._config import MilvusConfig
 
 from .handlers import ECHO, loss_noticed_async
 from .servers import EchoServer
@@ -275,7 +276,7 @@ async def test_refused_token_fails_immediately_and_is_sent_again_rarely(
 ) -> None:
     with TopologyServer(body_of(1, ("one", echo.uri, 3))) as server:
         server.reply = server.status(401)
-        config = ConnectionConfig.from_uri(f"{server.url}/global-cluster", token="wrong")
+        config = MilvusConfig.from_uri(f"{server.url}/global-cluster", token="wrong")
         async with kind(connect_timeout=PATIENT) as side:
             asked, begun = 0, time.monotonic()
             while time.monotonic() - begun < 1.0:
@@ -304,7 +305,7 @@ async def test_refused_token_fails_immediately_and_is_sent_again_rarely(
 async def test_refused_token_that_occurs_in_the_url_is_hidden(kind: Kind, echo: EchoServer) -> None:
     with TopologyServer(body_of(1, ("one", echo.uri, 3))) as server:
         server.reply = server.status(401)
-        config = ConnectionConfig.from_uri(f"{server.url}/global-cluster", token="topology:wrong")
+        config = MilvusConfig.from_uri(f"{server.url}/global-cluster", token="topology:wrong")
         async with kind(connect_timeout=PATIENT) as side:
             begun = time.monotonic()
             with pytest.raises(TopologyRefused, match=r"\*\*\* does not accept the token"):
@@ -318,7 +319,7 @@ async def test_token_refused_later_keeps_the_known_topology(
     kind: Kind, caplog: pytest.LogCaptureFixture
 ) -> None:
     with EchoServer() as primary, TopologyServer(body_of(1, ("one", primary.uri, 3))) as server:
-        config = ConnectionConfig.from_uri(f"{server.url}/global-cluster", token="expired")
+        config = MilvusConfig.from_uri(f"{server.url}/global-cluster", token="expired")
         async with kind(connect_timeout=PATIENT) as side:
             channel = await side.get(config)
             server.reply = server.status(401)
@@ -351,7 +352,7 @@ async def test_timeout_error_contains_the_reason_of_failed_topology_fetches(kind
     """The caller or the attempt times out before the next fetch."""
     with TopologyServer() as server:
         server.reply = server.status(500)
-        config = ConnectionConfig.from_uri(f"{server.url}/global-cluster")
+        config = MilvusConfig.from_uri(f"{server.url}/global-cluster")
         async with kind(connect_timeout=1.0) as side:
             both = (side.get(config, timeout=1.0), side.get(config, timeout=2.0))
             for error in await asyncio.gather(*both, return_exceptions=True):

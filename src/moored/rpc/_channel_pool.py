@@ -32,7 +32,7 @@ Factory = Callable[[Any], Any]
 def pooled(factory: Factory, number: int) -> Factory:
     """Return a factory of pools with `number` channels; for one channel, the factory itself.
 
-    An async factory, which talks to the server first, as Milvus's does, gives an async one.
+    An async factory, which may talk to the server first, gives an async one.
     """
     if number == 1:
         return factory

@@ -3,7 +3,7 @@
 ::
 
     https://{user:pass|token}@host:50051/mydb
-      │      │    │           │    │     └── db_name: the first part of the path
+      │      │    │           │    │     └── path: not used by gRPC, but by some services
       │      │    │           │    └── port: 443 for https, else 80, if it is not given
       │      │    │           └── host; an IPv6 address in brackets
       │      │    └── password: "user:pass" is the token
@@ -11,7 +11,7 @@
       └── scheme: http, https, tcp or unix
 
 Names and passwords are percent-decoded. Two configurations with the same `key` share a connection:
-the key covers everything that affects the connection, which the database name does not. A token is
+the key covers everything that affects the connection, which the path does not. A token is
 never shown: the key holds a digest of it, with a salt that each process draws at random.
 """
 
@@ -25,18 +25,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from moored.kernel import HIDDEN
 
 from ._errors import ConfigError
 
-__all__ = ["ConnectionConfig", "redacted", "sendable", "split_uri"]
+__all__ = ["ConnectionConfig", "redacted", "sendable", "split_uri", "uri_parts"]
 
 SCHEMES = ("http", "https", "tcp", "unix")
 PORT, TLS_PORT = 80, 443
-GLOBAL = "global-cluster"
 
 #: Drawn once for a process and its forks: a digest in a log cannot be looked up elsewhere.
 _SALT = os.urandom(16)
@@ -72,7 +71,6 @@ class ConnectionConfig:
     #: "host:port", or the whole URI of a unix socket.
     address: str
     token: str = ""
-    db_name: str = ""
     #: TLS and channel arguments.
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
@@ -80,52 +78,40 @@ class ConnectionConfig:
     default_port: ClassVar[int] = PORT
 
     @classmethod
-    def from_uri(
-        cls, uri: str, *, token: str | None = None, db_name: str | None = None, **options: Any
-    ) -> ConnectionConfig:
-        """Parse a URI; the arguments `token` and `db_name` override its parts.
+    def from_uri(cls, uri: str, *, token: str | None = None, **options: Any) -> Self:
+        """Parse a URI; the argument `token` overrides the one in it.
 
         An empty string counts as not given. Options: `secure`, `ca`, `certificate`, `private_key`
         (PEM, or a file path), `server_name`, and gRPC's own `channel_credentials` and
         `channel_options`.
         """
         _check_options(options)
-        for name, value in (("token", token), ("db_name", db_name)):
-            if value is not None and not isinstance(value, str):
-                raise ConfigError(f"{name} must be a str, not {type(value).__name__}")
+        if token is not None and not isinstance(token, str):
+            raise ConfigError(f"token must be a str, not {type(token).__name__}")
         if uri is not None and not isinstance(uri, str):
             raise ConfigError(f"the URI must be a str, not {type(uri).__name__}")
         if uri is None or not uri.strip():
             raise ConfigError("the URI is empty: write it as in http://localhost:50051")
         uri = uri.strip()
         if uri[:5].lower() == "unix:":
-            address = _unix(uri)
-            return cls(uri, address, sendable(token or ""), db_name or "", options)
+            return cls(uri, _unix(uri), sendable(token or ""), options)
         parts = split_uri(uri)
-        _, path = _around_global(parts.path)
-        return cls(
-            uri,
-            _address(parts, uri, cls.default_port),
-            sendable(token or _userinfo(parts)),
-            db_name or (unquote(path[0]) if path else ""),
-            options,
-        )
+        address = _address(parts, uri, cls.default_port)
+        return cls(uri, address, sendable(token or _userinfo(parts)), options)
 
     @property
-    def is_global(self) -> bool:
-        """Whether the URI names a global cluster, whose primary must be looked up."""
-        _, _, *rest = _parts(self.uri)
-        return GLOBAL in "".join(rest).lower()
+    def path(self) -> str:
+        """The path of the URI as given, such as "/mydb"; "" for a unix socket."""
+        return "" if self.address == self.uri else uri_parts(self.uri)[3]
+
+    def topology_source(self, **options: Any) -> Any:
+        """Return the source of the topology that the URI names; None if it names none."""
+        return None
 
     @property
-    def topology_root(self) -> str:
-        """The path below which the topology of a global cluster is requested; "" is the root.
-
-        It is the part of the path before `global-cluster`. The part after that, or a path without
-        it, names a database.
-        """
-        root, _ = _around_global(_parts(self.uri)[3])
-        return "".join(f"/{each}" for each in root)
+    def _identity(self) -> object:
+        """What the key covers besides the address, the token and the options."""
+        return None
 
     @property
     def secure(self) -> bool:
@@ -141,23 +127,22 @@ class ConnectionConfig:
         options = {name: each for name, each in self.options.items() if each and name != "secure"}
         if "channel_options" in options:
             options["channel_options"] = dict(options["channel_options"])
-        asked = self.topology_root if self.is_global else None
-        wire = repr((self.address, self.token, self.secure, asked, _frozen(options))).encode()
-        return f"{self.address}|{hashlib.blake2b(wire, key=_SALT, digest_size=8).hexdigest()}"
+        wire = (self.address, self.token, self.secure, self._identity, _frozen(options))
+        digest = hashlib.blake2b(repr(wire).encode(), key=_SALT, digest_size=8)
+        return f"{self.address}|{digest.hexdigest()}"
 
     @property
     def shown(self) -> str:
         """The URI with its secrets hidden, for messages."""
         return redacted(self.uri)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __getstate__(self) -> dict[str, Any]:
         # Without the key: the process that unpickles this has another salt.
-        return type(self), (self.uri, self.address, self.token, self.db_name, dict(self.options))
+        return {name: value for name, value in vars(self).items() if name != "key"}
 
     def __repr__(self) -> str:
         shown = [f"uri={self.shown!r}", f"address={self.address!r}"]
         shown += [f"token={HIDDEN!r}"] if self.token else []
-        shown += [f"db_name={self.db_name!r}"] if self.db_name else []
         shown += [f"options={', '.join(sorted(self.options))}"] if self.options else []
         return f"ConnectionConfig({', '.join(shown)})"
 
@@ -169,7 +154,7 @@ def split_uri(uri: str) -> SplitResult:
             f"{redacted(uri)!r} has a space or a control character at {found.start()}: "
             "percent-encode it (a space is %20)"
         )
-    scheme = _parts(uri)[0].removesuffix("://")
+    scheme = uri_parts(uri)[0].removesuffix("://")
     if not scheme:
         raise ConfigError(f"{redacted(uri)!r} has no scheme: write it as in http://{redacted(uri)}")
     if scheme.lower() not in SCHEMES:
@@ -210,15 +195,6 @@ def _userinfo(parts: SplitResult) -> str:
         return ""
     user = unquote(parts.username)
     return user if parts.password is None else f"{user}:{unquote(parts.password)}"
-
-
-def _around_global(path: str) -> tuple[list[str], list[str]]:
-    """Return the parts of a path before and after `global-cluster`; without it, all are after."""
-    parts = [part for part in path.split("/") if part]
-    for number, part in enumerate(parts):
-        if part.lower() == GLOBAL:
-            return parts[:number], parts[number + 1 :]
-    return [], parts
 
 
 def _address(parts: SplitResult, uri: str, default_port: int) -> str:
@@ -316,7 +292,7 @@ def redacted(uri: str) -> str:
     A query and a fragment are hidden too, because they may hold a token, and so is an invalid
     port, which may be a password without a host.
     """
-    begin, account, server, path, rest = _parts(uri)
+    begin, account, server, path, rest = uri_parts(uri)
     place = f"{server}{path}"
     if not place.lower().startswith("unix:"):
         place = _NO_PORT.sub(rf"\1:{HIDDEN}", place)
@@ -324,7 +300,7 @@ def redacted(uri: str) -> str:
     return f"{begin}{account}{place}{rest[:1]}{HIDDEN if rest else ''}"
 
 
-def _parts(uri: str) -> tuple[str, ...]:
+def uri_parts(uri: str) -> tuple[str, ...]:
     """Return scheme, account, server, path and the rest of a URI, also of an invalid one."""
     found = _URI.fullmatch(uri)
     assert found is not None

@@ -150,7 +150,7 @@ class ManagerOptions:
         """Return the strategy of a connection: the option's, or one of these two kinds."""
         if self.strategy is not None:
             return self.strategy(config)
-        if not config.is_global and self.fetch_topology is None:
+        if self.fetch_topology is None and config.topology_source() is None:
             return regular(handler_factory=self.handler_factory, channels=self.channels)
         return moving(
             handler_factory=self.handler_factory,

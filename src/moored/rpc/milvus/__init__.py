@@ -32,6 +32,7 @@ from ._client import (
     MilvusUnreachable,
 )
 from ._config import MilvusConfigError, milvus_config
+from ._topology import MilvusTopology
 from ._wire import milvus_credentials, milvus_probe, milvus_unavailable
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -41,6 +42,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Managers and configuration
     "AsyncMilvusManager",
     "MilvusManager",
+    "MilvusTopology",
     "milvus_config",
     # Options for a manager that connects to Milvus
     "milvus_credentials",

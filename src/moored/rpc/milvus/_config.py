@@ -12,13 +12,12 @@ localhost. Here they are used if no URI is given.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
+from urllib.parse import unquote
 
 from pymilvus import MilvusException  # type: ignore[import-untyped]
 from pymilvus.client.prepare import Prepare  # type: ignore[import-untyped]
@@ -28,15 +27,15 @@ from pymilvus.exceptions import (  # type: ignore[import-untyped]
 )
 
 from .._config import _OPTIONS as OPTIONS
-from .._config import _SALT as SALT
-from .._config import ConnectionConfig
+from .._config import ConnectionConfig, split_uri, uri_parts
 from .._errors import ConfigError
+from ._topology import GLOBAL, PORT, MilvusTopology
 
 __all__ = ["URI", "MilvusConfig", "MilvusConfigError", "milvus_config"]
 
 log = logging.getLogger(__name__)
 
-URI = "http://localhost:19530"
+URI = f"http://localhost:{PORT}"
 
 #: PyMilvus's names that are ignored without a log line: its clients have no aliases, the cluster is
 #: chosen for each call, the manager gets the timeout, and every connection has keepalive.
@@ -64,25 +63,50 @@ class MilvusConfigError(ConfigError, ConnectionConfigException, ParamError):  # 
 
 @dataclass(frozen=True, repr=False)
 class MilvusConfig(ConnectionConfig):
-    """A configuration with the client information that the `Connect` call sends."""
+    """A configuration with a database, and the client information that `Connect` sends.
 
+    The first part of the URI's path names the database. A URI with `global-cluster` in its host or
+    path names a global cluster, whose primary must be looked up; the parts of the path before it
+    belong to the address of the topology, and those after it name the database.
+    """
+
+    db_name: str = ""
     #: PyMilvus's `option`.
     client_info: Mapping[str, str] = field(default_factory=dict, hash=False)
 
-    default_port: ClassVar[int] = 19530
+    default_port: ClassVar[int] = PORT
 
-    @cached_property
-    def key(self) -> str:
-        """The key by which connections are shared; it covers the client information."""
-        key = super().key
-        if not self.client_info:
-            return key
-        text = repr(sorted(self.client_info.items())).encode()
-        return f"{key}|{hashlib.blake2b(text, key=SALT, digest_size=8).hexdigest()}"
+    @classmethod
+    def from_uri(
+        cls, uri: str, *, token: str | None = None, db_name: str | None = None, **options: Any
+    ) -> Self:
+        """Parse a URI; the arguments `token` and `db_name` override its parts."""
+        if db_name is not None and not isinstance(db_name, str):
+            raise ConfigError(f"db_name must be a str, not {type(db_name).__name__}")
+        made = super().from_uri(uri, token=token, **options)
+        _, path = _around_global(made.path)
+        return replace(made, db_name=db_name or unquote(path[0] if path else ""))
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        kind, values = super().__reduce__()
-        return kind, (*values, dict(self.client_info))
+    @property
+    def is_global(self) -> bool:
+        """Whether the URI names a global cluster."""
+        _, _, *rest = uri_parts(self.uri)
+        return GLOBAL in "".join(rest).lower()
+
+    def topology_source(self, **options: Any) -> MilvusTopology | None:
+        """Return the source of the topology of a global cluster."""
+        if not self.is_global:
+            return None
+        parts = split_uri(self.uri)
+        origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        given = {"token": self.token, "ca": self.options.get("ca"), **options}
+        return MilvusTopology("/".join([origin, *_around_global(self.path)[0]]), **given)
+
+    @property
+    def _identity(self) -> object:
+        if not self.is_global and not self.client_info:
+            return None
+        return self.is_global and _around_global(self.path)[0], sorted(self.client_info.items())
 
 
 def milvus_config(
@@ -93,7 +117,7 @@ def milvus_config(
     password: str = "",
     db_name: str = "",
     **options: Any,
-) -> ConnectionConfig:
+) -> MilvusConfig:
     """Return a configuration from the arguments of PyMilvus's clients, or from Moored's options.
 
     A file path `….db` is a database of Milvus Lite, which is started in this process. Raises
@@ -121,7 +145,6 @@ def _config(uri: Any, token: str, db_name: str, options: Mapping[str, Any]) -> M
             _mention(logging.INFO, f"{name} is not used: PyMilvus's clients do nothing with it")
     ours.update((name, each) for name, each in given.items() if name in OPTIONS)
     made = MilvusConfig.from_uri(where, token=token, db_name=db_name, **ours)
-    assert isinstance(made, MilvusConfig)
     if not made.secure and ours.keys() & {"ca", "certificate"}:
         why = "the connection is not encrypted; write https:// or secure=True"
         _mention(logging.WARNING, f"the TLS options are not used: {why}")
@@ -142,7 +165,16 @@ def _where(uri: Any, host: Any, port: Any) -> str:
     if isinstance(port, bool) or not isinstance(port, (int, str, type(None))):
         raise ConfigError(f"port must be a number, not {type(port).__name__}")
     bare = ":" in host and not host.startswith("[")
-    return f"http://{f'[{host}]' if bare else host}:{19530 if port is None else port}"
+    return f"http://{f'[{host}]' if bare else host}:{PORT if port is None else port}"
+
+
+def _around_global(path: str) -> tuple[list[str], list[str]]:
+    """Return the parts of a path before and after `global-cluster`; without it, all are after."""
+    parts = [part for part in path.split("/") if part]
+    for number, part in enumerate(parts):
+        if part.lower() == GLOBAL:
+            return parts[:number], parts[number + 1 :]
+    return [], parts
 
 
 def _client_info(option: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ from .._errors import ConfigError, TopologyError, TopologyRefused
 from .._secrets import secrets_of, without_secrets
 from ._refresher import EVERY, Refresher
 from ._source_pacing import PACE, SourcePacing
-from ._sources import CallableTopology, Found, HttpTopology, TopologySource
+from ._sources import CallableTopology, Found, TopologySource
 from ._topology import Advice, Role, Topology, TopologyMixin, address_of, config_for, pick, wanted
 
 __all__ = ["FetchTopology", "Follower", "HandlerFactory", "Managed", "source_of"]
@@ -60,7 +60,7 @@ class Follower(TopologyMixin):
     :param handler_factory: makes a channel; by default gRPC's own.
     :param channels: the number of channels to use as one, for a server that limits the calls of
         each.
-    :param fetch_topology: a source, or a function; by default Milvus's REST interface at the URI.
+    :param fetch_topology: a source, or a function; by default the one that the URI names.
     :param latencies: returns measured latencies in seconds, by address, for "any".
     :param refresh_every: seconds between two regular fetches of the topology.
     :param patience: how long a recovery waits for a fresh topology before it uses the known one: a
@@ -135,7 +135,9 @@ class Follower(TopologyMixin):
         closings = self._closings
         token = partial(_token, self.credentials, config)
         if self._source is None:
-            self._source = HttpTopology.of(config, clock=self._clock, token=token)
+            self._source = config.topology_source(clock=self._clock, token=token)
+            if self._source is None:
+                raise ConfigError(f"{config.shown} names no topology: give fetch_topology")
             self._follows_token = _stands_for(self.credentials, config)
         self._name = f"rpc.{config.address}.topology"
         self._tokens = (token, lambda: config.token)

@@ -1,4 +1,4 @@
-"""Topology sources: Milvus's REST interface, a fixed list, DNS, or a function.
+"""Topology sources: an HTTP service, a fixed list, DNS, or a function.
 
 `fetch` never blocks the loop, and always ends within its timeout. It raises `TopologyError`, or
 `ConfigError` where no retry can help.
@@ -30,7 +30,7 @@ from moored.kernel import (
     start_thread,
 )
 
-from .._config import ConnectionConfig, redacted, sendable, split_uri
+from .._config import redacted, sendable, split_uri
 from .._errors import ConfigError, TopologyError, TopologyRefused
 from ._http import Answer, Get, NoHttpAnswer, place_of
 from ._topology import Capability, Member, Topology, parse_topology
@@ -45,7 +45,6 @@ __all__ = [
 
 T = TypeVar("T")
 
-PATH = "/global-cluster/topology"
 TIMEOUT = 10.0
 ATTEMPTS = 3
 
@@ -69,14 +68,14 @@ class TopologySource(ABC):
 
 
 class HttpTopology(TopologySource):
-    """Milvus's REST interface: `GET {uri}/global-cluster/topology`.
+    """A service that returns the topology as JSON, in answer to a GET request.
 
     A failed request is retried, up to three attempts in all; an answer that refuses (a code other
     than 0, or a refused token) is not. A redirect is followed only to the same server: the token is
     sent to no other.
 
-    :param uri: the URI of the service; https if it has no scheme. A user name and password in it
-        are not used.
+    :param uri: the URL to request; https if it has no scheme. A user name and password in it are
+        not used.
     :param token: sent as `Authorization: Bearer`, unless it is empty. A function, for a token that
         changes, is called for each request and must not wait.
     :param timeout: the timeout of one attempt, in seconds.
@@ -107,18 +106,6 @@ class HttpTopology(TopologySource):
         self._ca = ca
         self._clock = clock
         self._sleep = sleep
-
-    @classmethod
-    def of(cls, config: ConnectionConfig, **options: Any) -> HttpTopology:
-        """Return the source for a configuration.
-
-        The request goes to the root, because a path names a database; if the path has a part
-        `global-cluster`, it goes below the parts before that.
-        """
-        parts = split_uri(config.uri)
-        origin = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
-        given = {"token": config.token, "ca": config.options.get("ca"), **options}
-        return cls(origin + config.topology_root, **given)
 
     @property
     def renewed(self) -> bool:  # type: ignore[override]
@@ -197,14 +184,18 @@ class HttpTopology(TopologySource):
         except (ValueError, RecursionError):
             raise NoHttpAnswer("the answer is not JSON") from None
         try:
-            return parse_topology(body)
+            return self.parse(body)
         except TopologyError as error:
             wrong = str(error)
         # Outside of the except clause: the error's context may repeat the token.
         raise TopologyError(f"{answer.place}: {self._sent.hide(wrong)}")
 
+    def parse(self, body: Any) -> Topology:
+        """Return the topology in an answer; raise `TopologyError` if it is wrong."""
+        return parse_topology(body)
+
     def __repr__(self) -> str:
-        return f"<HttpTopology {self._place}>"
+        return f"<{type(self).__name__} {self._place}>"
 
 
 def _sendable(token: object) -> str:
@@ -222,7 +213,7 @@ def _url(uri: str) -> str:
     if parts.scheme == "unix":
         raise ConfigError(f"a topology cannot be fetched over a unix socket: {redacted(uri)!r}")
     scheme = "https" if parts.scheme == "https" else "http"
-    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}{PATH}"
+    return f"{scheme}://{parts.netloc.rpartition('@')[2]}{parts.path.rstrip('/')}"
 
 
 class StaticTopology(TopologySource):

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, IntFlag
 from random import Random
 from typing import Any, Literal
-from urllib.parse import urlsplit
 
 from .._config import ConnectionConfig
 from .._counters import Counters
@@ -39,14 +38,12 @@ __all__ = [
 #: The wanted member: the writable one, or the nearest readable one.
 Role = Literal["primary", "any"]
 
-#: The port of members without a port in Milvus's answer.
-MILVUS_PORT = 19530
 #: The number of characters of a server's message that an error quotes.
 MAX_WORDS = 200
 
 
 class Capability(IntFlag):
-    """What a member can do, as Milvus numbers it."""
+    """What a member can do, as bits."""
 
     READABLE = 1
     WRITABLE = 2
@@ -111,7 +108,7 @@ class Advice(Enum):
 
 
 def parse_topology(answer: Any) -> Topology:
-    """Parse Milvus's answer; raise a `TopologyError` that names the wrong field."""
+    """Parse the answer of an HTTP service; raise a `TopologyError` that names the wrong field."""
     body = _field(answer, "the answer", dict)
     code = body.get("code", 0)
     if code != 0:
@@ -127,18 +124,9 @@ def _member(entry: Any, where: str) -> Member:
     entry = _field(entry, where, dict)
     return Member(
         _field(entry.get("clusterId"), f"{where}.clusterId", str),
-        _with_port(_field(entry.get("endpoint"), f"{where}.endpoint", str)),
+        _field(entry.get("endpoint"), f"{where}.endpoint", str),
         _number(entry.get("capability"), f"{where}.capability"),
     )
-
-
-def _with_port(endpoint: str) -> str:
-    """Add Milvus's port to an endpoint without one; an invalid endpoint is left as it is."""
-    parts = urlsplit(endpoint if "://" in endpoint else f"//{endpoint}")
-    place = parts.netloc.rpartition("@")[2].rpartition("]")[2]
-    if parts.scheme == "https" or ":" in place or not parts.netloc or parts.path.strip("/"):
-        return endpoint
-    return f"{endpoint.rstrip('/')}:{MILVUS_PORT}"
 
 
 def _field(value: Any, where: str, kind: type) -> Any:
@@ -152,7 +140,7 @@ def _field(value: Any, where: str, kind: type) -> Any:
 
 
 def _number(value: Any, where: str) -> int:
-    # Milvus sends its version as a string.
+    # Large numbers are often sent as strings.
     if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 20:
         return int(value)
     if not isinstance(value, int) or isinstance(value, bool):
