@@ -343,7 +343,7 @@ class Server:
         if self.slot is None:
             return []
         status = "lost" if self.slot.lost else "reserved"
-        return [(str(Lsn(self.slot.confirmed)), status, "t", "logical pgoutput postgres")]
+        return [(str(Lsn(self.slot.confirmed)), status, "t", "logical pgoutput postgres", "t")]
 
     def drop_slot(self, session: Session, values: Any) -> list[Any]:
         if self.slot is None:

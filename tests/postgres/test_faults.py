@@ -139,7 +139,7 @@ CODES = [
     ),
     ("57P03", "the database system is starting up", "database_server_unavailable", RETRY),
     ("42601", 'syntax error at or near "IDENTIFY_SYSTEM"', "syntax_error", FATAL),
-    ("42704", 'publication "p" does not exist', "missing_publication", RETRY),
+    ("42704", 'publication "p" does not exist', "missing_publication", DROP),
     ("42704", 'replication slot "p" does not exist', "missing_slot", RETRY),
     ("57014", "canceling statement due to statement timeout", "query_canceled", RETRY),
     ("08P01", "server conn crashed?", "server_connection_crashed", RETRY),

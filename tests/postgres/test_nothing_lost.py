@@ -27,7 +27,7 @@ from psycopg import sql
 
 from moored.embedded import EmbeddedPostgres
 from moored.postgres import Postgres
-from moored.postgres.manage import _manager, _stack
+from moored.postgres.manage import _stack
 from moored.testing import FaultProxy, base_seed, scaled
 
 from .consumer_program import LEDGER, checksum, line
@@ -77,13 +77,14 @@ async def test_nothing_is_lost_whatever_is_done_to_a_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mirror copies the table at each `Reset`, and believes every change in between."""
-    monkeypatch.setattr(_manager, "WATCH_EVERY", 0.2)
     monkeypatch.setattr(_stack, "BACKOFF", (0.05, 0.5))
     rng = random.Random(base_seed())
     async with EmbeddedPostgres() as server, connected(server.url) as conn:
         await conn.execute(f"create table orders {COLUMNS}")
         async with (
-            Postgres(server.url, state_dir=tmp_path, pool_size=2, stream_id="m") as pg,
+            Postgres(
+                server.url, state_dir=tmp_path, pool_size=2, stream_id="m", check_every=0.2
+            ) as pg,
             mirroring(pg, server.url) as mirror,
         ):
             await pg.wait_until_published("orders", timeout=CATCH_UP)

@@ -34,7 +34,7 @@ def options_of(slot: str, publication: str) -> Settings:
 
 OPTIONS = options_of("moored_slot_default", "moored_publication_default")
 #: `ORDER` has the steps in the order in which they run, without these two.
-OURS_ALONE = ("check_existing", "identify_again")
+OURS_ALONE = ("check_existing", "alter_slot", "identify_again")
 ORDER = [
     "connected", "identify_system", "query_pg_info", "acquire_lock", "create_publication",
     "drop_slot", "create_slot", "query_slot_flushed_lsn", "set_display_setting", "ready_to_stream",
@@ -46,7 +46,7 @@ IDENTIFIED = [("7300000000000000001", "3", "0/1500000", "shop")]
 PROMOTED = [("7300000000000000001", "4", "0/2345678", "shop")]
 LOCKED = [("",)]
 CREATED = [("moored_slot_default", "0/1600000", None, "pgoutput")]
-OURS = ("t", "logical pgoutput shop")
+OURS = ("t", "logical pgoutput shop", "t")
 STANDS = [("0/1234567", "reserved", *OURS)]
 
 
@@ -134,7 +134,7 @@ FLUSHED = (
     "query_slot_flushed_lsn",
     "SELECT confirmed_flush_lsn, wal_status, "
     "coalesce(database = current_database() AND plugin = 'pgoutput', false), "
-    "concat_ws(' ', slot_type, plugin, database) "
+    "concat_ws(' ', slot_type, plugin, database), failover "
     "FROM pg_catalog.pg_replication_slots WHERE slot_name = 'moored_slot_default'",
 )
 DISPLAY = [("identify_again", "IDENTIFY_SYSTEM")] + [
@@ -341,7 +341,7 @@ def test_a_lost_or_incomplete_slot_is_an_error(row: tuple[Any, ...], text: str) 
 
 
 def test_a_slot_of_another_database_is_an_error() -> None:
-    row = (None, "lost", "f", "logical pgoutput elsewhere")
+    row = (None, "lost", "f", "logical pgoutput elsewhere", "t")
     script = everything_there() | {Step.QUERY_SLOT_FLUSHED_LSN: [[row]]}
     with pytest.raises(ConfigurationError, match=r"pgoutput elsewhere.*another stream_id"):
         go(OPTIONS, script)
@@ -546,6 +546,31 @@ async def test_failover_slots_are_created_as_such(postgres_url: str, names: Sett
                 "select failover from pg_replication_slots where slot_name = %s", [names.slot]
             ).fetchone()
         assert found == (failover,)
+
+
+async def test_an_existing_slot_becomes_a_failover_slot(postgres_url: str, names: Settings) -> None:
+    for failover, expected in ((False, False), (True, True), (False, True)):
+        until_free(postgres_url, names.slot)
+        async with dialled(postgres_url) as link:
+            setup, _ = await set_up(link, replace(names, failover_slot=failover))
+        with psycopg.connect(postgres_url) as connection:
+            found = connection.execute(
+                "select failover from pg_replication_slots where slot_name = %s", [names.slot]
+            ).fetchone()
+        assert found == (expected,)
+    assert not setup.findings.slot_created
+
+
+def test_a_slot_that_cannot_become_a_failover_slot_is_used_as_it_is() -> None:
+    stands = [(*STANDS[0][:-1], "f")]
+    script = everything_there() | {
+        Step.QUERY_SLOT_FLUSHED_LSN: [stands],
+        Step.ALTER_SLOT: ["55006"],
+    }
+    setup, sent = go(OPTIONS, script)
+    altered = 'ALTER_REPLICATION_SLOT "moored_slot_default" (FAILOVER true)'
+    assert dict(sent)["alter_slot"] == altered
+    assert setup.step is Step.READY_TO_STREAM
 
 
 async def test_generated_columns_are_published(postgres_url: str, names: Settings) -> None:

@@ -81,6 +81,8 @@ class Postgres:
     :param messages: receive the messages of pg_logical_emit_message().
     :param connect_timeout: the timeout of one connection attempt, in seconds.
     :param shutdown_timeout: after so many seconds, `close()` aborts the remaining connections.
+    :param check_every: how often publication, slot, tables and columns are checked, in seconds;
+        they are also checked when a consumer attaches or the stream shows that a table has changed.
     :param sleep_after: close all connections after so many seconds without use; None for never.
     :param max_retained_wal: bytes of WAL that the server may retain for the slot before
         `on_retained_wal` applies.
@@ -109,6 +111,7 @@ class Postgres:
         messages: bool = False,
         connect_timeout: float = 30.0,
         shutdown_timeout: float = 10.0,
+        check_every: float = 60.0,
         sleep_after: float | None = None,
         max_retained_wal: int | None = None,
         on_retained_wal: Literal["warn", "drop"] = "warn",
@@ -135,6 +138,7 @@ class Postgres:
             messages=messages,
             connect_timeout=connect_timeout,
             shutdown_timeout=shutdown_timeout,
+            check_every=check_every,
             sleep_after=sleep_after,
             max_retained_wal=max_retained_wal,
             on_retained_wal=on_retained_wal,

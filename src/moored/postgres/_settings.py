@@ -84,6 +84,7 @@ class Settings:
     messages: bool = False
     connect_timeout: float = 30.0
     shutdown_timeout: float = 10.0
+    check_every: float = 60.0
     sleep_after: float | None = None
     max_retained_wal: int | None = None
     on_retained_wal: Literal["warn", "drop"] = "warn"
@@ -114,7 +115,13 @@ class Settings:
             )
         if self.pool_size < 1:
             found.append(f"pool_size={self.pool_size!r} must be at least 1")
-        for name in ("connect_timeout", "shutdown_timeout", "sleep_after", "max_retained_wal"):
+        for name in (
+            "connect_timeout",
+            "shutdown_timeout",
+            "check_every",
+            "sleep_after",
+            "max_retained_wal",
+        ):
             value = getattr(self, name)
             if value is not None and not value > 0:
                 found.append(f"{name}={value!r} must be more than 0")

@@ -150,6 +150,8 @@ class Changes:
         self.name = name
         #: The tables to follow; empty for all published tables.
         self.tables = tables
+        #: Those that are not published yet: locked by other sessions, dropped or renamed.
+        self.unpublished: list[str] = []
         self._names = {each: parse_table(each) for each in tables}
         self._queue: deque[Transaction | Reset] = deque()
         self._bytes = 0

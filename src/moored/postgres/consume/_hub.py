@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from moored.kernel import Clock, Recorder, counted
@@ -28,7 +28,7 @@ from ._continuity import NO_COMMIT, CommitMark, Continuity
 from ._progress import Progress
 from ._published import Published
 from ._store import StateStore
-from ._tables import Followed, dump, load
+from ._tables import Followed, Table, dump, load
 
 __all__ = ["Hub"]
 
@@ -277,6 +277,7 @@ class Hub:
                 changes._end(PostgresError(f"the consumer {name!r} was dropped while attached"))
                 self.detach(changes)
             await asyncio.to_thread(self._store.drop, name)
+            self.on_tables()
         else:
             await self._reset_one(name, reason)
         self.on_progress()
@@ -509,6 +510,29 @@ class Hub:
             await self._reset_one(name, missed, at)
         return {} if known == tables else {name: dump(tables)}
 
+    def unused(self, wanted: Iterable[Table]) -> set[int]:
+        """Return the added entries of the publication that no consumer follows or wants.
+
+        None while the tables of a consumer are unknown: after a reset, until it attaches again.
+
+        :param wanted: the tables of the attached consumers.
+        """
+        away = [name for name in self._progress if name not in self._attached]
+        if not all(map(self._followed.get, away)):
+            return set()
+        members = {each.listed for each in wanted}
+        for tables in self._followed.values():
+            known = ",".join(each.member for each in tables.values())
+            members |= {int(oid) for oid in known.split(",") if oid}
+        return self._store.added() - members
+
+    async def keep_added(
+        self, *, added: Collection[int] = (), removed: Collection[int] = ()
+    ) -> None:
+        """Store which entries of the publication were added here."""
+        now = (self._store.added() | set(added)) - set(removed)
+        await asyncio.to_thread(self._store.set_added, now)
+
     async def keep_followed(self, followed: dict[str, str]) -> None:
         """Store which tables consumers follow, with one write for all consumers."""
         await asyncio.to_thread(self._store.follow, followed)
@@ -568,6 +592,7 @@ class Hub:
             "queued_bytes": 0 if changes is None else changes._bytes,
             "full": changes is not None and self.pressure.is_full(changes),
             "reset": self._resets.get(name),
+            "unpublished": [] if changes is None else changes.unpublished,
         }
 
     def __repr__(self) -> str:

@@ -3,14 +3,15 @@
 One catalog query covers the tables of all consumers. A table that is not published, or is not the
 one that its consumer follows, is locked, added to the publication, and confirmed under the lock;
 only then does its consumer get a `Reset`. A consumer that copies the table then finds all later
-changes in the stream.
+changes in the stream. A table that was added here is removed when the last consumer that follows it
+was dropped.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import psycopg
@@ -18,6 +19,7 @@ from psycopg import sql
 
 from moored.kernel import describe
 
+from .._errors import StreamEnded
 from .._settings import Settings
 from ..server import _admin, uncancelled
 from ._consumer import Changes
@@ -53,16 +55,18 @@ looked AS (
 )
 SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.relpersistence::text,
   EXISTS (SELECT 1 FROM published WHERE published.oid = c.oid),
-  EXISTS (SELECT 1 FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid),
-  NOT EXISTS (
-    SELECT 1 FROM pg_class leaf
+  coalesce((
+    SELECT r.oid FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid), 0),
+  ARRAY(
+    SELECT leaf.oid::regclass::text FROM pg_class leaf
     WHERE leaf.relkind = 'r' AND leaf.relreplident <> 'f'
       AND leaf.oid IN (SELECT c.oid UNION SELECT t.relid FROM pg_partition_tree(c.oid) t)
       AND NOT EXISTS (
         SELECT 1 FROM pg_index i
         WHERE i.indrelid = leaf.oid AND i.indisvalid AND i.indimmediate
           AND CASE leaf.relreplident WHEN 'd' THEN i.indisprimary
-                                     WHEN 'i' THEN i.indisreplident ELSE false END)),
+                                     WHEN 'i' THEN i.indisreplident ELSE false END)
+    ORDER BY 1),
   coalesce((
     SELECT string_agg(r.oid::text, ',' ORDER BY r.oid) FROM pg_publication_rel r
     WHERE r.prpubid = p.oid AND (r.prrelid = c.oid OR r.prrelid IN (
@@ -70,12 +74,26 @@ SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.rel
   coalesce(p.oid || '/' || p.xmin, ''),
   coalesce(p.pubinsert AND p.pubupdate AND p.pubdelete AND p.pubtruncate, false),
   coalesce(p.pubviaroot, false),
+  (SELECT coalesce(json_object_agg(a.attnum, json_build_array(a.attname, a.atttypid::bigint,
+      CASE a.atttypid WHEN 'numeric'::regtype THEN a.atttypmod ELSE -1 END,
+      a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{}')
+   FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
   pg_current_wal_insert_lsn()::text
 FROM looked l
 JOIN pg_class c ON c.oid = l.oid
 JOIN pg_namespace n ON n.oid = c.relnamespace
 LEFT JOIN pg_publication p ON p.pubname = %(publication)s
+ORDER BY n.nspname, c.relname
 """
+_ENTRIES = """
+SELECT n.nspname::text, c.relname::text
+FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE p.pubname = %(publication)s AND r.oid = ANY (%(entries)s)
+ORDER BY 1, 2
+"""
+_EVERYTHING = "publish = 'insert, update, delete, truncate'"
+_VIA_ROOT = "publish_via_partition_root = true"
 
 #: Errors of the server for a table that can never be published as it is.
 _REFUSED = (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError)
@@ -99,7 +117,7 @@ class Publisher:
         """Publish and confirm tables; return those that are locked by other sessions or missing."""
         # Weak references: a consumer whose last reference is dropped meanwhile is detached.
         consumers = [weakref.ref(changes) for changes in self._hub.attached()]
-        if not consumers:
+        if not consumers and not self._hub.unused([]):
             return []
         found, busy = await uncancelled(conn, self._publish_unconfirmed(conn, consumers))
         waiting: set[str] = set()
@@ -117,6 +135,10 @@ class Publisher:
     ) -> tuple[Found, set[str]]:
         """Publish tables; return all tables as they are afterwards, and the locked ones."""
         found = await self._query_tables(conn, consumers)
+        if any(not table.publication for table in found.values()):
+            raise StreamEnded(f'publication "{self._publication}" does not exist')
+        if unused := self._hub.unused(found.values()):
+            await self._remove(conn, unused)
         unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
         if unconfirmed:
             confirmed, busy = await self._publish(conn, unconfirmed)
@@ -167,7 +189,8 @@ class Publisher:
                     # It is reset, and must get all its tables from one LSN on.
                     own = {name: found[name] for name in changes.tables if name in found}
                 unconfirmed |= own
-        return {} if self._manual else unconfirmed
+        # In the order of the names: two processes that lock the same tables cannot deadlock.
+        return {} if self._manual else {name: found[name] for name in found if name in unconfirmed}
 
     def _is_confirmed(self, table: Table, followed: Followed | None) -> bool:
         known = followed is None or followed == table.followed
@@ -177,36 +200,46 @@ class Publisher:
         """Return why a table can never be published as it is; None if it can."""
         if table is None:
             return None if followed is not None else f"the table {name} does not exist"
-        exact = f"{table.schema}.{table.name}"
         if table.kind not in "rp" or table.persistence != "p":
             return (
-                f"{exact} cannot be published: only ordinary tables can, neither views nor "
+                f"{table.exact} cannot be published: only ordinary tables can, neither views nor "
                 "unlogged or temporary tables"
             )
-        if self._manual and not table.published:
-            return self._not_published([name])
-        if table.keyed:
-            return None
-        keyless = (
-            f"{exact} has no primary key, or a partition of it has none: once it is published, the "
-            "server refuses every UPDATE and DELETE on it. Add a primary key, or run "
-            f"ALTER TABLE {_identifier(table).as_string(None)} REPLICA IDENTITY FULL (also for "
-            "each partition)"
-        )
-        if not table.published:
-            return keyless
-        if exact not in self._keyless:
-            self._keyless.add(exact)
-            log.warning("the table %s", keyless)
+        if self._manual and not (table.published and table.complete):
+            return self._not_published([table])
+        if table.keyless and table.published and table.exact not in self._keyless:
+            self._keyless.add(table.exact)
+            log.warning(
+                "the table %s has no primary key, or a partition of it has none: the server "
+                "refuses every UPDATE and DELETE on it. Add a primary key, or run %s",
+                *(table.exact, "; ".join(map(_full_identity, table.keyless))),
+            )
         return None
 
-    def _not_published(self, tables: Sequence[str]) -> str:
-        named = " and ".join(tables)
+    def _not_published(self, tables: Sequence[Table]) -> str:
+        named = " and ".join(table.exact for table in tables)
         return (
-            f"the publication {self._publication} does not publish changes of {named} under that "
-            "name: add the table to it. Changes of a partition are published under the name of "
-            "its partitioned table, if that is in the publication as well; changes of a "
-            "partitioned table need publish_via_partition_root = true"
+            f"the publication {self._publication} does not publish all changes of {named} under "
+            f"that name: its owner must run {self._by_hand(tables)}. Changes of a partition are "
+            "published under the name of its partitioned table, if that is in the publication as "
+            "well"
+        )
+
+    def _by_hand(self, tables: Sequence[Table]) -> str:
+        """Return the statements that publish tables, for the owner of tables and publication."""
+        altered = f"ALTER PUBLICATION {sql.Identifier(self._publication).as_string(None)}"
+        options = _options(tables)
+        added = ", ".join(table.quoted for table in tables if not table.listed)
+        keyless = [leaf for table in tables for leaf in table.keyless]
+        return "; ".join(
+            [
+                # Without the lock, what running transactions have written would be missing.
+                *([f"BEGIN; LOCK TABLE {added} IN SHARE MODE"] if added else []),
+                *([f"{altered} SET ({', '.join(options)})"] if options else []),
+                *([f"{altered} ADD TABLE {added}"] if added else []),
+                *map(_full_identity, keyless),
+                *(["COMMIT"] if added else []),
+            ]
         )
 
     # -- publishing ----------------------------------------------------------------------------
@@ -240,6 +273,11 @@ class Publisher:
                 busy.add(name)  # locked by another session, or just renamed
             except _REFUSED as error:
                 why = f"its tables cannot be published: {describe(error)}"
+                if isinstance(error, psycopg.errors.InsufficientPrivilege):
+                    why += (
+                        f". Let this user own {table.exact} and the publication "
+                        f"{self._publication}, or let their owner run {self._by_hand([table])}"
+                    )
                 for changes in self._hub.attached():
                     if name in changes.tables:
                         self._hub.refuse(changes, why)
@@ -253,33 +291,58 @@ class Publisher:
         """
         publication = sql.Identifier(self._publication)
         listed = sql.SQL(", ").join(_identifier(each) for each in tables.values())
+        keyless = [leaf for each in tables.values() if each.is_new for leaf in each.keyless]
+        # To set a replica identity takes the strongest lock: taking it later could deadlock.
+        mode = "ACCESS EXCLUSIVE" if keyless else "SHARE"
         async with conn.transaction():
             await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
-            lock = sql.SQL("LOCK TABLE {} IN SHARE MODE {}")
-            await conn.execute(lock.format(listed, sql.SQL(nowait)))
+            lock = sql.SQL("LOCK TABLE {} IN {} MODE {}")
+            await conn.execute(lock.format(listed, sql.SQL(mode), sql.SQL(nowait)))
             now = list((await self._catalog(conn, tables)).values())
-            options = []
-            if any(each.kind == "p" and not each.via_root for each in now):
-                # Otherwise its changes are published under the names of its partitions.
-                options.append("publish_via_partition_root = true")
-            if not all(each.complete for each in now):
-                options.append("publish = 'insert, update, delete, truncate'")
-            if options:
+            if options := _options(now):
                 change = sql.SQL("ALTER PUBLICATION {} SET ({})")
                 text = sql.SQL(", ".join(options))
                 await conn.execute(change.format(publication, text))
-            new = [each for each in now if not each.published and not each.listed]
+            new = [each for each in now if each.is_new]
             if new:
                 add = sql.SQL("ALTER PUBLICATION {} ADD TABLE {}")
                 named = sql.SQL(", ").join(map(_identifier, new))
                 await conn.execute(add.format(publication, named))
+            for leaf in keyless:
+                await conn.execute(_full_identity(leaf).encode())
             confirmed = await self._catalog(conn, tables)
         for table in new:
-            log.info("the table %s.%s is published from now on", table.schema, table.name)
+            log.info("the table %s is published from now on", table.exact)
+        for leaf in keyless:
+            log.warning("the table %s has no primary key: %s", leaf, _full_identity(leaf))
+        if new:
+            oids = {table.oid for table in new}
+            await self._hub.keep_added(
+                added=[each.listed for each in confirmed.values() if each.oid in oids]
+            )
         if options:
             before, after = now[0].publication, next(iter(confirmed.values())).publication
             await self._hub.publication_changed(before, after)
         return confirmed
+
+    async def _remove(self, conn: Connection, entries: Collection[int]) -> None:
+        """Remove tables that were added here, and that no consumer follows any longer."""
+        # A consumer that attaches meanwhile must wait until its tables are published again.
+        self._hub.published.clear()
+        query = {"publication": self._publication, "entries": list(entries)}
+        if not self._manual and (tables := await _admin.rows(conn, _ENTRIES, **query)):
+            drop = sql.SQL("ALTER PUBLICATION {} DROP TABLE {}")
+            named = sql.SQL(", ").join(sql.Identifier(*each) for each in tables)
+            try:
+                async with conn.transaction():
+                    await conn.execute(drop.format(sql.Identifier(self._publication), named))
+            except psycopg.errors.LockNotAvailable:
+                return  # until the next call
+            except _REFUSED as error:
+                log.warning("tables without consumers are still published: %s", describe(error))
+            else:
+                log.info("no longer published: %s", ", ".join(".".join(each) for each in tables))
+        await self._hub.keep_added(removed=entries)
 
     # -- confirmation --------------------------------------------------------------------------
 
@@ -296,8 +359,9 @@ class Publisher:
         self._gone = (self._gone - set(names)) | gone
         waiting = {name for name in names if name in busy or name in gone}
         self._hub.published.remove(waiting)
+        changes.unpublished = sorted(waiting)
         ready = {name: found[name] for name in names if name not in waiting}
-        if missing := [name for name, table in ready.items() if not table.published]:
+        if missing := [table for table in ready.values() if not table.published]:
             self._hub.refuse(changes, self._not_published(missing))
             return set()
         self._hub.published.add(ready)
@@ -317,6 +381,21 @@ class Publisher:
             elif not changes.tables:
                 return f"the table {before.schema}.{before.name} is no longer published"
         return None
+
+
+def _options(tables: Sequence[Table]) -> list[str]:
+    """Return the options that a publication of these tables lacks."""
+    options = []
+    if any(each.kind == "p" and not each.via_root for each in tables):
+        # Otherwise its changes are published under the names of its partitions.
+        options.append(_VIA_ROOT)
+    if not all(each.complete for each in tables):
+        options.append(_EVERYTHING)
+    return options
+
+
+def _full_identity(table: str) -> str:
+    return f"ALTER TABLE {table} REPLICA IDENTITY FULL"
 
 
 def _identifier(table: Table) -> sql.Identifier:

@@ -5,10 +5,11 @@ Every method is one transaction, and durable when it returns.
 
 from __future__ import annotations
 
+import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -191,6 +192,15 @@ class StateStore:
             self._database.executemany(
                 "insert or replace into followed values (?, ?)", followed.items()
             )
+
+    def added(self) -> set[int]:
+        """Return the entries of the publication that this stream has added, by their oids."""
+        return set(json.loads(self._fact("added") or "[]"))
+
+    def set_added(self, entries: Collection[int]) -> None:
+        """Store the entries of the publication that this stream has added."""
+        with self._transaction():
+            self._set("added", json.dumps(sorted(entries)))
 
     def give_up(self, reason: str) -> None:
         """Record that the slot was given up: with the next one, all consumers are reset."""

@@ -2,16 +2,18 @@
 
 A consumer names a table once; from then on it follows the table by its oid. Whenever the server may
 have left out changes of the named table, its `Followed` is another one: another oid (the table was
-dropped and created again, renamed, or swapped), another entry in the publication, or another
-version of the publication itself.
+dropped and created again, renamed, or swapped), another entry in the publication, another
+version of the publication itself, or columns whose values ALTER TABLE has written.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
+
+from psycopg import sql
 
 from .._lsn import Lsn
 from ..decode import Relation
@@ -44,6 +46,9 @@ class Followed(NamedTuple):
     member: str
     #: Which publication, and which version of its row.
     publication: str
+    #: By their numbers in pg_attribute: name, type, modifier of a numeric, and whether it has a
+    #: default.
+    columns: Mapping[str, Sequence[Any]] | None = None
 
     def difference(self, now: Followed) -> str | None:
         """Return why changes may have been missed between the two; None if none were."""
@@ -57,11 +62,34 @@ class Followed(NamedTuple):
             return f"the table {table} was removed from the publication and added again"
         if now.publication != self.publication:
             return f"the publication of the table {table} was changed or created again"
+        if rewritten := self._rewritten(now):
+            return (
+                f"ALTER TABLE has changed the rows of {table} without published changes: a column "
+                f"has another type, or was added with a default ({', '.join(rewritten)})"
+            )
         return None
 
+    def _rewritten(self, now: Followed) -> list[str]:
+        """Return the columns whose values are others than before, also in unchanged rows."""
+        known, found = self.columns, []
+        for number, (name, *kind, default) in (now.columns or {}).items():
+            before = None if known is None else known.get(number)
+            if known is not None and (default if before is None else [*before[1:3]] != kind):
+                found.append(name)
+        return found
+
     def contradicts(self, now: Relation) -> bool:
-        """Return whether the stream has this table by another name, or another by this name."""
-        return (now.oid == self.oid) != ((now.schema, now.name) == (self.schema, self.name))
+        """Return whether the stream has this table by another name, or another by this name.
+
+        Or with a column that was not known.
+        """
+        named = (now.schema, now.name) == (self.schema, self.name)
+        if (now.oid == self.oid) != named:
+            return True
+        if not named or self.columns is None:
+            return False
+        known = {(name, oid) for name, oid, *_ in self.columns.values()}
+        return any((each.name, each.type_oid) not in known for each in now.columns)
 
 
 class Table(NamedTuple):
@@ -73,24 +101,43 @@ class Table(NamedTuple):
     name: str
     kind: str
     persistence: str
-    #: Whether its changes are published under its own name, and whether the publication lists it.
+    #: Whether its changes are published under its own name, and the row of pg_publication_rel by
+    #: which the publication lists it; 0 if it does not.
     published: bool
-    listed: bool
-    #: Whether it has a replica identity: otherwise, once published, the server refuses UPDATE and
-    #: DELETE.
-    keyed: bool
+    listed: int
+    #: Itself or the partitions without a replica identity: once they are published, the server
+    #: refuses UPDATE and DELETE.
+    keyless: Sequence[str]
     member: str
     publication: str
     #: Whether the publication publishes all operations, and partitions as their parent.
     complete: bool
     via_root: bool
+    columns: Mapping[str, Sequence[Any]]
     #: The end of the WAL at the time of the query.
     log_end: Lsn
 
     @property
     def followed(self) -> Followed:
         """What a consumer follows from now on."""
-        return Followed(self.oid, self.schema, self.name, self.member, self.publication)
+        return Followed(
+            self.oid, self.schema, self.name, self.member, self.publication, self.columns
+        )
+
+    @property
+    def is_new(self) -> bool:
+        """Whether it must be added to the publication."""
+        return not self.published and not self.listed
+
+    @property
+    def exact(self) -> str:
+        """Its name with its schema."""
+        return f"{self.schema}.{self.name}"
+
+    @property
+    def quoted(self) -> str:
+        """Its name with its schema, as SQL."""
+        return sql.Identifier(self.schema, self.name).as_string(None)
 
     @classmethod
     def of(cls, row: Iterable[Any]) -> Self:

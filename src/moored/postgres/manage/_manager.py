@@ -28,7 +28,7 @@ from moored.kernel import (
     sleep_until,
 )
 
-from .._errors import PostgresError, StateError
+from .._errors import PostgresError, StateError, StreamEnded
 from ..consume import Publisher, _backpressure
 from ..report import CONDITIONS, lock_words
 from ..server import _admin, diagnose
@@ -42,7 +42,7 @@ __all__ = ["Manager", "SubsystemFailed"]
 
 log = logging.getLogger("moored.postgres")
 
-#: How often the retained WAL and the consumers' tables are checked, in seconds.
+#: How often the slot and its retained WAL are checked, in seconds.
 WATCH_EVERY = 10.0
 #: The shortest time between two restarts of the stream for consumers that attach again, in seconds.
 REWIND_EVERY = 5.0
@@ -132,7 +132,7 @@ class Manager:
                 assert self.client is not None
                 self.client.start_streaming()
                 failed = self._core.subsystem_failed
-                await self._parts.start("watch", self._watch)
+                await self._parts.start("watch", self._watch, failed)
                 await self._parts.start("publish", self._keep_published, failed)
             case Act.SET:
                 self._monitor.set(action.name, detail=action.detail or None)
@@ -228,11 +228,12 @@ class Manager:
 
     async def _keep_published(self) -> None:
         """Publish the consumers' tables: periodically, and when they may have changed."""
-        # Without jitter: only one instance has the lock, and no wait may exceed WATCH_EVERY.
+        # Without jitter: only one instance has the lock.
         pauses = Backoff(1.0, 10.0, clock=self._clock)
+        every = self._settings.check_every
         while True:
             waiting = await self._publish_tables()
-            pause = WATCH_EVERY if waiting == [] else pauses.fail()
+            pause = every if waiting == [] else min(every, pauses.fail())
             if waiting:
                 log.warning(
                     "not published yet: %s (locked by other sessions, or missing); next try in %s",
@@ -250,6 +251,8 @@ class Manager:
         try:
             async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
                 return await self._publisher.publish(conn)
+        except StreamEnded:
+            raise  # the publication does not exist: the stream cannot continue
         except Exception as error:
             # The stream can continue: a Reset is delivered only after a successful check.
             log.warning("the tables of consumers could not be checked: %s", describe(error))
@@ -351,17 +354,21 @@ class Manager:
                     self._emit("replication_slot_unblock_unavailable", str(e))
 
     async def _watch(self) -> None:
-        """Check periodically how much WAL the server retains for the slot."""
+        """Check periodically the slot, and how much WAL the server retains for it."""
+        slot = self._settings.slot_name
         while True:
+            client = self.client
             try:
                 async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
-                    self.retained = await _admin.retained(conn, self._settings.slot_name)
+                    self.retained = await _admin.retained(conn, slot)
             except (psycopg.Error, OSError, TimeoutError) as error:
                 log.debug("the retained WAL could not be queried: %s", describe(error))
             else:
                 self.retained_at = self._clock.monotonic()
+                if self.retained is None and client is self.client and self._core.is_running:
+                    raise StreamEnded(f'replication slot "{slot}" does not exist')
                 await self._limit_retained()
-            await asyncio.sleep(WATCH_EVERY)
+            await asyncio.sleep(min(WATCH_EVERY, self._settings.check_every))
 
     async def _limit_retained(self) -> None:
         limit, kept = self._settings.max_retained_wal, self.retained

@@ -157,7 +157,7 @@ def _streaming(now: Report) -> Words:
         for name, each in now["consumers"].items()
         if each["outstanding"]
     ]
-    behind += _absent(now) + _pending_resets(now)
+    behind += _absent(now) + _pending_resets(now) + _unpublished(now)
     full = [name for name, each in now["consumers"].items() if each["full"]]
     if full:
         named = " and ".join(map(repr, full))
@@ -185,6 +185,16 @@ def _pending_resets(now: Report) -> list[str]:
         f"the consumer {name!r} has a Reset that it has not handled yet: {each['reset']}"
         for name, each in now["consumers"].items()
         if each["reset"]
+    ]
+
+
+def _unpublished(now: Report) -> list[str]:
+    """Describe the consumers that wait for tables."""
+    return [
+        f"the consumer {name!r} waits for {', '.join(each['unpublished'])}: locked by other "
+        "sessions, dropped or renamed"
+        for name, each in now["consumers"].items()
+        if each["unpublished"]
     ]
 
 

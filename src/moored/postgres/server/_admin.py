@@ -218,7 +218,10 @@ async def retained(conn: psycopg.AsyncConnection[Any], slot: str) -> Retained | 
 async def own_types(conn: psycopg.AsyncConnection[Any], oids: Collection[int]) -> list[OwnType]:
     """Describe types that are not built in, and those of which they are made."""
     found = await rows(conn, _TYPES, oids=sorted(oids))
-    return [OwnType(*rest, tuple(names), tuple(fields)) for *rest, names, fields in found]
+    return [
+        OwnType(oid, name, kind, part, delimiter, tuple(names), tuple(fields))
+        for oid, name, kind, part, delimiter, names, fields in found
+    ]
 
 
 async def terminate(conn: psycopg.AsyncConnection[Any], pid: int) -> None:

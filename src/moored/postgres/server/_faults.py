@@ -326,12 +326,12 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "missing_publication",
-        _RETRY,
-        "the publication does not exist",
+        _DROP,  # where the publication did not exist, the WAL cannot be decoded
+        "the publication does not exist, or did not for a time",
         "publication and slot are created again with the next connection, and consumers get a "
         "Reset",
         ("42704",),
-        ("publication",),
+        ('publication "',),
         both=True,
     ),
     Fault(

@@ -3,8 +3,8 @@
 The steps, in this order; those that are not necessary are skipped::
 
     connected → identify_system → query_pg_info → acquire_lock → check_existing
-    → create_publication → drop_slot → create_slot → query_slot_flushed_lsn → identify_again
-    → set_display_setting → ready_to_stream → start_streaming → streaming
+    → create_publication → drop_slot → create_slot → query_slot_flushed_lsn → alter_slot
+    → identify_again → set_display_setting → ready_to_stream → start_streaming → streaming
 
 `Setup` does no I/O: `command()` returns the command to send, `answered()` and `refused()` take the
 server's answer.
@@ -55,6 +55,7 @@ class Step(Enum):
     DROP_SLOT = "drop_slot"
     CREATE_SLOT = "create_slot"
     QUERY_SLOT_FLUSHED_LSN = "query_slot_flushed_lsn"
+    ALTER_SLOT = "alter_slot"
     IDENTIFY_AGAIN = "identify_again"
     SET_DISPLAY_SETTING = "set_display_setting"
     READY_TO_STREAM = "ready_to_stream"
@@ -93,6 +94,7 @@ class Setup:
         self._display = 0
         self._publication_exists = False
         self._slot_exists = False
+        self._slot_fails_over = True
         self._advance()
 
     # -- commands ------------------------------------------------------------------------------
@@ -128,11 +130,14 @@ class Setup:
             case Step.CREATE_SLOT:
                 return self._create_slot()
             case Step.QUERY_SLOT_FLUSHED_LSN:
+                fails_over = "failover" if self._failover_wanted else "true"
                 return (
                     f"SELECT confirmed_flush_lsn, wal_status, {_OURS}, "
-                    "concat_ws(' ', slot_type, plugin, database) "
+                    f"concat_ws(' ', slot_type, plugin, database), {fails_over} "
                     f"FROM pg_catalog.pg_replication_slots WHERE slot_name = {name}"
                 )
+            case Step.ALTER_SLOT:
+                return f"ALTER_REPLICATION_SLOT {quoted(self._settings.slot_name)} (FAILOVER true)"
             case Step.SET_DISPLAY_SETTING:
                 return DISPLAY[self._display]
         return None
@@ -154,9 +159,15 @@ class Setup:
         settings = self._settings
         temporary = " TEMPORARY" if settings.temporary_slot else ""
         begin = f"CREATE_REPLICATION_SLOT {quoted(settings.slot_name)}{temporary} LOGICAL pgoutput"
-        if self.findings.version >= FAILOVER_SLOTS and settings.failover_slot and not temporary:
+        if self._failover_wanted:
             return f"{begin} (SNAPSHOT 'nothing', FAILOVER true)"
         return f"{begin} NOEXPORT_SNAPSHOT"
+
+    @property
+    def _failover_wanted(self) -> bool:
+        """Whether standbys shall have a copy of the slot, and can."""
+        settings, known = self._settings, self.findings.version >= FAILOVER_SLOTS
+        return known and settings.failover_slot and not settings.temporary_slot
 
     @property
     def waits(self) -> bool:
@@ -226,6 +237,8 @@ class Setup:
             # It was created, or dropped, since it was checked.
             case (Step.CREATE_PUBLICATION | Step.CREATE_SLOT, "42710") | (Step.DROP_SLOT, "42704"):
                 self._advance()
+            case Step.ALTER_SLOT, str():
+                self._advance()  # the slot can be read also without standbys
             case _:
                 raise error
 
@@ -239,7 +252,7 @@ class Setup:
 
     def _check_slot(self, rows: Sequence[Row]) -> None:
         slot = self._settings.slot_name
-        confirmed, wal_status, ours, kind = _one(rows, 4)
+        confirmed, wal_status, ours, kind, fails_over = _one(rows, 5)
         if ours not in (True, "t"):
             raise ConfigurationError(
                 f"the slot {slot} exists and does not belong to this stream ({kind}): slot names "
@@ -250,6 +263,7 @@ class Setup:
         if confirmed is None:
             raise SlotLost(f"the creation of the slot {slot} was never completed")
         self.findings.confirmed = Lsn.parse(str(confirmed))
+        self._slot_fails_over = fails_over in (True, "t")
 
     # -- the next step -------------------------------------------------------------------------
 
@@ -272,6 +286,8 @@ class Setup:
                 return not self._slot_exists or self._wanted(Step.DROP_SLOT)
             case Step.QUERY_SLOT_FLUSHED_LSN:
                 return not self.findings.slot_created
+            case Step.ALTER_SLOT:
+                return not self._slot_fails_over
         return True
 
 
