@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-import moored
+from moored._version import __version__
 from moored.kernel import SECRETS, MooredError
 from moored.service import (
     FILE_NAME,
@@ -24,7 +24,7 @@ from moored.service import (
 )
 from moored.service import serve as run_service
 
-from . import _leases, _outbox, _show
+from . import _doctor, _leases, _outbox, _show, _target
 from ._client import Client, CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable
 
@@ -44,6 +44,7 @@ app = typer.Typer(
 
 app.add_typer(_leases.app)
 app.add_typer(_outbox.app)
+app.command()(_doctor.doctor)
 
 
 def _complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -81,13 +82,24 @@ Component = Annotated[
         autocompletion=_complete_component,
     ),
 ]
+Target = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="[MODULE:APP]",
+        help="The app to run, such as `orders:app`; without it, PostgreSQL alone is run.",
+    ),
+]
+Reload = Annotated[
+    bool,
+    typer.Option("--reload", help="Start again when a Python file here changes: in development."),
+]
 Version = Annotated[bool, typer.Option("--version", help="Print the version and exit.")]
 
 
 @app.callback(invoke_without_command=True)
 def _moored(ctx: typer.Context, version: Version = False) -> int:
     if version:
-        typer.echo(f"moored {moored.__version__}")
+        typer.echo(f"moored {__version__}")
         raise typer.Exit
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
@@ -96,15 +108,23 @@ def _moored(ctx: typer.Context, version: Version = False) -> int:
 
 @app.command()
 @configurable
-def serve(config: ConfigFile = None, **given: Any) -> int:
-    """Start the service, with an embedded PostgreSQL unless a database URL is given.
+def serve(
+    target: Target = None, config: ConfigFile = None, reload: Reload = False, **given: Any
+) -> int:
+    """Start the service: an app, or an embedded PostgreSQL unless a database URL is given.
 
     Ctrl-C or SIGTERM stops everything in order; a second Ctrl-C forces it. Each option can also
     be set by the environment variable in brackets, or in moored.toml by its name with
     underscores. The command line has priority over the environment, and the environment over the
     file.
     """
-    return run_service(load_config(config, given))
+    settings = load_config(config, given)
+    if reload:
+        rest = [each for each in sys.argv[1:] if each != "--reload"]
+        return _target.run_again_on_change([sys.executable, "-m", "moored.cli", *rest])
+    if target is not None:
+        return _target.find_app(target).run(settings)
+    return run_service(settings)
 
 
 @app.command()

@@ -35,10 +35,13 @@ class PartHealth:
         self._optional = frozenset(optional)
         self._reported: dict[str, Status] = {}
 
-    def report(self, part: str, state: Status) -> Sequence[str]:
-        """Set the health of a part; return the names of its conditions."""
-        self._reported[part] = state
+    def conditions(self, part: str) -> Sequence[str]:
+        """Return the names of the conditions of a part."""
         return self._parts[part]
+
+    def report(self, part: str, state: Status) -> None:
+        """Set the health of a part."""
+        self._reported[part] = state
 
     def states(self, conditions: Mapping[str, Condition]) -> dict[str, Status]:
         """Return the health of each part."""

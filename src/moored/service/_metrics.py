@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-import moored
+from moored._version import __version__
 from moored.kernel import Event, describe
 from moored.kernel.prometheus import Samples, counter, gauge
 
@@ -106,7 +106,7 @@ class _Collector(Collector):
 
     def _service(self) -> Iterator[Metric]:
         view = self._view
-        build = {"version": moored.__version__, "python": platform.python_version()}
+        build = {"version": __version__, "python": platform.python_version()}
         yield InfoMetricFamily("moored_build", "The versions of Moored and of Python.", build)
         ready = float(HTTP[view.status] == 200)
         yield gauge("moored_active", "1 while /v1/health answers 200.", (), _one(ready))

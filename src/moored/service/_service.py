@@ -177,10 +177,10 @@ class Service:
 
     def _health(self, part: str, state: Status, detail: str) -> None:
         before = self._part_health.states(self.monitor.conditions())[part]
-        conditions = self._part_health.report(part, state)
+        self._part_health.report(part, state)
         # The detail contains the state: a condition with an unchanged detail notifies no one.
         text = detail if state == "active" else f"{state}: {detail}"
-        for name in conditions:
+        for name in self._part_health.conditions(part):
             if HTTP[state] == 200:
                 self.monitor.set(name, owner="nobody", detail=text)
             else:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import moored
+from moored._version import __version__
 from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree, describe
 
 from ._health import PartHealth, Status
@@ -102,7 +102,7 @@ class View:
         return {
             "status": self.status,
             "parts": self.parts(),
-            "version": moored.__version__,
+            "version": __version__,
             "python": platform.python_version(),
             "pid": os.getpid(),
             "address": self.address,
@@ -148,7 +148,19 @@ class View:
                 if "\n  before " in text:
                     return text  # the system explains its last outage itself
                 return "\n".join([text, *self.outage_of(_part_of(path))])
+        name = component.partition("/")[2] or component
+        if name in self.parts():
+            return "\n".join([*self._health_of(name), *self.outage_of(name)])
         return "\n".join([self.recorder.explain(recorded), *self._outages_around(component)])
+
+    def _health_of(self, part: str) -> Iterator[str]:
+        """Yield the health of a part, and the details of its conditions."""
+        state = self.parts()[part]
+        yield state
+        conditions = self.monitor.conditions()
+        for name in self.part_health.conditions(part):
+            if detail := conditions[name].detail:
+                yield f"  because  {detail.removeprefix(f'{state}: ')}"
 
     def _outages_around(self, component: str) -> Iterator[str]:
         """Yield the last outage of each part whose system is above or below this path."""

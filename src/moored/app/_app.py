@@ -1,0 +1,320 @@
+"""`App`: where a service is put together."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Any, Self, overload
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from moored.kernel import Recorder, Restart, Tree
+from moored.service import HTTP, Config, Part, Service, ServiceError, Status, load_config, serve
+
+from ._component import Handle, Run, component_part, consumer_part
+from ._parts import Entry
+
+if TYPE_CHECKING:
+    from moored.broker import Broker
+    from moored.postgres import Postgres
+    from moored.reservoir import AsyncConnectionPool
+    from moored.sessions import Sessions
+
+__all__ = ["App", "AppError"]
+
+
+class AppError(ServiceError):
+    """The app is used in a wrong order, or one of its parts is declared wrongly."""
+
+
+class App:
+    """The parts of a service, started in order, supervised, shown and stopped in reverse order.
+
+    ::
+
+        app = moored.App("orders")
+        db = app.pool("postgresql://app@db/orders", max_size=50)
+
+        api = FastAPI(lifespan=app.lifespan)      # or: async with app: …, app.run(), moored serve
+        api.mount("/moored", app.asgi)            # health, status, metrics and the live page
+
+    Every part has a name, which is its place in the tree, the status, `explain` and the metrics.
+    `required=False` lets the app be ready without it (degraded), and `after=["db"]` starts it
+    when these parts are ready. An app is started once.
+
+    :param name: the name of the service, and of the root of its tree.
+    :param config: address, tokens and logging; by default from the environment and moored.toml.
+    """
+
+    def __init__(
+        self, name: str = "app", *, config: Config | None = None, recorder: Recorder | None = None
+    ) -> None:
+        if not name or "/" in name:
+            raise AppError(f"the name of an app is not empty and has no '/': {name!r}")
+        self.name = name
+        self.recorder = recorder or Recorder()
+        self._config = config
+        self._parts: dict[str, Part] = {}
+        self._service: Service | None = None
+        self._stack: AsyncExitStack | None = None
+        #: The HTTP app: health, status, explanations, metrics and the page. Mount it at any path.
+        self.asgi: ASGIApp = self._answer
+
+    # -- parts ---------------------------------------------------------------------------------
+
+    def pool(
+        self,
+        conninfo: str,
+        *,
+        name: str = "pool",
+        required: bool = True,
+        after: Iterable[str] = (),
+        **options: Any,
+    ) -> AsyncConnectionPool[Any]:
+        """Add a connection pool; `options` are those of `AsyncConnectionPool`."""
+        from moored.reservoir import AsyncConnectionPool
+
+        from ._systems import pool_part
+
+        entry = self._entry(name, required, after)
+        pool: AsyncConnectionPool[Any] = AsyncConnectionPool(
+            conninfo, open=False, name=entry.name, recorder=self.recorder, **options
+        )
+        self._add(pool_part(entry, pool))
+        return pool
+
+    def postgres(
+        self,
+        url: str,
+        *,
+        name: str = "postgres",
+        required: bool = True,
+        after: Iterable[str] = (),
+        **options: Any,
+    ) -> Postgres:
+        """Add a connection manager for Postgres; `options` are those of `Postgres`."""
+        from moored.postgres import Postgres
+
+        from ._systems import postgres_part
+
+        entry = self._entry(name, required, after)
+        pg = Postgres(url, recorder=self.recorder, **options)
+        self._add(postgres_part(entry, pg))
+        return pg
+
+    def sessions(
+        self,
+        *,
+        name: str = "sessions",
+        required: bool = True,
+        after: Iterable[str] = (),
+        **options: Any,
+    ) -> Sessions:
+        """Add the sessions of accounts; `options` are those of `Sessions`."""
+        from moored.sessions import Sessions
+
+        from ._systems import sessions_part
+
+        entry = self._entry(name, required, after)
+        sessions = Sessions(name=entry.name, recorder=self.recorder, **options)
+        self._add(sessions_part(entry, sessions))
+        return sessions
+
+    def broker(
+        self,
+        source: Any,
+        *,
+        name: str = "broker",
+        required: bool = False,
+        after: Iterable[str] = (),
+        **options: Any,
+    ) -> Broker:
+        """Add a broker of live events; `options` are those of `Broker`."""
+        from moored.broker import Broker
+
+        from ._systems import broker_part
+
+        entry = self._entry(name, required, after)
+        broker = Broker(source, name=entry.name, recorder=self.recorder, **options)
+        self._add(broker_part(entry, broker))
+        return broker
+
+    @overload
+    def component(self, run: Run, /) -> Run: ...
+
+    @overload
+    def component(
+        self,
+        /,
+        *,
+        name: str | None = None,
+        required: bool = True,
+        after: Iterable[str] = (),
+        restart: str = Restart.TRANSIENT,
+        shutdown: float = 5.0,
+    ) -> Callable[[Run], Run]: ...
+
+    def component(
+        self,
+        run: Run | None = None,
+        /,
+        *,
+        name: str | None = None,
+        required: bool = True,
+        after: Iterable[str] = (),
+        restart: str = Restart.TRANSIENT,
+        shutdown: float = 5.0,
+    ) -> Any:
+        """Add a coroutine function: restarted when it fails, stopped in order.
+
+        As a decorator, with or without arguments. The function gets a `ComponentContext`.
+        """
+
+        def add(run: Run) -> Run:
+            entry = self._entry(name or run.__name__, required, after)
+            self._add(component_part(entry, run, restart=restart, shutdown=shutdown))
+            return run
+
+        return add if run is None else add(run)
+
+    def consumer(
+        self,
+        pg: Postgres,
+        consumer: str,
+        *,
+        tables: Iterable[str] = (),
+        name: str | None = None,
+        required: bool = True,
+        after: Iterable[str] = (),
+    ) -> Callable[[Handle], Handle]:
+        """Call the decorated function for each transaction, and acknowledge it when it returns.
+
+        It also gets each `Reset`. If it fails, it is called again with the same transaction, after
+        a pause.
+        """
+
+        def add(handle: Handle) -> Handle:
+            entry = self._entry(name or f"consumer-{consumer}", required, after)
+            self._add(consumer_part(entry, pg, consumer, tables, handle))
+            return handle
+
+        return add
+
+    def add(self, part: Part) -> None:
+        """Add a part of another kind: see `moored.service.Part`."""
+        self._add(part)
+
+    def _entry(self, name: str, required: bool, after: Iterable[str]) -> Entry:
+        after = tuple(after)
+        unknown = [each for each in after if each not in self._parts]
+        if unknown:
+            raise AppError(
+                f"{name}: after={unknown[0]!r} names no part that was added before it; "
+                f"there are {', '.join(self._parts) or 'none'}"
+            )
+        return Entry(name, required, after)
+
+    def _add(self, part: Part) -> None:
+        if self._service is not None:
+            raise AppError(f"{part.name} cannot be added: the app {self.name} has been started")
+        if part.name in self._parts or not part.name or "/" in part.name:
+            raise AppError(
+                f"the name {part.name!r} of a part is taken, empty or has a '/': "
+                "choose another with name="
+            )
+        self._parts[part.name] = part
+
+    # -- running -------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Self:
+        service = self._make(self._config or load_config(), ())
+        self._stack = AsyncExitStack()
+        await self._stack.enter_async_context(service)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._stack is not None:
+            await self._stack.aclose()
+
+    @asynccontextmanager
+    async def lifespan(self, _: object = None) -> AsyncIterator[None]:
+        """Run the app within the lifespan of FastAPI, Starlette or Litestar."""
+        async with self:
+            yield
+
+    def run(self, config: Config | None = None) -> int:
+        """Run the app with an HTTP server until a signal stops it; returns the exit code."""
+        return serve(config or self._config or load_config(), self._make)
+
+    def _make(self, config: Config, sockets: Any, **options: Any) -> Service:
+        if self._service is not None:
+            raise AppError(f"the app {self.name} was started before: create a new one")
+        if not self._parts:
+            raise AppError(f"the app {self.name} has no parts: add one, such as app.pool(…)")
+        self._service = Service(
+            config,
+            sockets,
+            recorder=self.recorder,
+            parts=list(self._parts.values()),
+            name=self.name,
+            **options,
+        )
+        return self._service
+
+    async def ready(self, timeout: float | None = None) -> None:
+        """Wait until the app is ready; the error after the timeout names what is missing."""
+        monitor = self._running().monitor
+        await monitor.wait_until(lambda status: HTTP[status] == 200, timeout)
+
+    # -- state ---------------------------------------------------------------------------------
+
+    @property
+    def status(self) -> Status:
+        """The health of the app: the worst of its parts."""
+        return self._running().view.status
+
+    def tree(self) -> Tree:
+        """Return the supervision tree, with the trees of all parts."""
+        return self._running().view.shown_tree()
+
+    def explain(self, part: str) -> str:
+        """Return why a part is in its present state."""
+        view = self._running().view
+        found = view.find(part)
+        if len(found) != 1:
+            known = ", ".join(found or view.components())
+            raise AppError(f"there is no one component {part!r}; there are {known}")
+        return str(view.explain(found[0])["explanation"])
+
+    def _running(self) -> Service:
+        if self._service is None:
+            raise AppError(
+                f"the app {self.name} has not been started: async with app, or app.run()"
+            )
+        return self._service
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._serve_lifespan(receive, send)
+        if self._service is None:
+            body = {"status": "starting", "parts": {}}
+            return await JSONResponse(body, status_code=503)(scope, receive, send)
+        return await self._service.asgi(scope, receive, send)
+
+    async def _serve_lifespan(self, receive: Receive, send: Send) -> None:
+        """Start and stop with the server, if this is its app and not a mounted one."""
+        await receive()
+        try:
+            await self.__aenter__()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self.__aexit__()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    def __repr__(self) -> str:
+        state = "new" if self._service is None else self._service.view.status
+        return f"<App {self.name}: {state}, parts {', '.join(self._parts) or 'none'}>"

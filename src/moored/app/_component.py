@@ -1,0 +1,137 @@
+"""A user's own coroutines as parts of an app: components, and consumers of a change stream."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Any, TypeAlias
+
+from prometheus_client.registry import Collector
+
+from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder
+from moored.postgres import Postgres, Reset, Transaction
+from moored.service import Part, Status, Wiring
+
+from ._parts import RETRY, Entry, Shown, listed
+
+__all__ = ["ComponentContext", "component_part", "consumer_part"]
+
+Run: TypeAlias = Callable[["ComponentContext"], Awaitable[None]]
+Handle: TypeAlias = Callable[[Transaction | Reset], Awaitable[None]]
+
+
+class ComponentContext:
+    """The argument of a component at each start: how it takes part in the app.
+
+    A component is healthy from its start until it fails, unless it reports its health itself.
+    """
+
+    def __init__(self, ctx: Context, wiring: Wiring, entry: Entry, stack: ExitStack) -> None:
+        self._ctx = ctx
+        self._wiring = wiring
+        self._entry = entry
+        self._stack = stack
+        self._health: tuple[Status, str] = ("active", "")
+        #: The path of the component in the tree, such as "orders/importer/run".
+        self.path = ctx.path
+        #: 1 for the first start, one more at each restart.
+        self.generation = ctx.generation
+
+    @property
+    def clock(self) -> Clock:
+        """The clock of the app; use it for all times, so that a simulation can replace it."""
+        return self._ctx.clock
+
+    @property
+    def recorder(self) -> Recorder:
+        """The recorder of the app."""
+        return self._ctx.recorder
+
+    def record(
+        self,
+        text: str,
+        *,
+        kind: str = "info",
+        cause: Event | BaseException | str | None = None,
+        **data: Any,
+    ) -> Event:
+        """Record an event of this component, which `explain` and the page then show."""
+        return self._ctx.record(text, kind=kind, cause=cause, **data)
+
+    def health(self, status: Status, detail: str = "") -> None:
+        """Report the health of this component, with the reason."""
+        self._health = status, detail
+        self._wiring.health(self._entry.name, status, detail)
+
+    def healthy(self) -> None:
+        """Report that this component has proven to work, which resets its restart backoff."""
+        self._ctx.healthy()
+
+    def machine(self, chart: Chart, **options: Any) -> Machine:
+        """Return a state machine that is shown while this component runs."""
+        made = Machine(self.path, chart, clock=self.clock, recorder=self.recorder, **options)
+        self._wiring.machines.append(made)
+        self._stack.callback(self._wiring.machines.remove, made)
+        return made
+
+    def metrics(self, collector: Collector) -> None:
+        """Add a Prometheus collector to `/metrics` while this component runs."""
+        self._wiring.collectors.append(collector)
+        self._stack.callback(self._wiring.collectors.remove, collector)
+
+    def show(
+        self, statistics: Callable[[], dict[str, Any]], explain: Callable[[], str] | None = None
+    ) -> None:
+        """Show these numbers in the status, and this text as the explanation, while it runs."""
+        text = explain or self._explain
+        self._stack.enter_context(listed(self._wiring, self.path, Shown(statistics, text)))
+
+    def _explain(self) -> str:
+        status, detail = self._health
+        return f"{status}\n  because  {detail}" if detail else status
+
+    def __repr__(self) -> str:
+        return f"<ComponentContext {self.path} generation {self.generation}>"
+
+
+def component_part(entry: Entry, run: Run, *, restart: str, shutdown: float) -> Part:
+    """Return a part that runs a coroutine of the user's."""
+
+    def build(wiring: Wiring) -> Sequence[Child]:
+        async def supervised(ctx: Context) -> None:
+            await entry.begin(ctx, wiring)
+            if not entry.after:
+                ctx.started()
+            with ExitStack() as stack, entry.failing(wiring):
+                wiring.health(entry.name, "active", "")
+                await run(ComponentContext(ctx, wiring, entry, stack))
+            wiring.health(entry.name, "active", "it has finished")
+
+        return [
+            Child("run", supervised, backoff=RETRY, restart=restart, shutdown=shutdown)  # type: ignore[arg-type]
+        ]
+
+    return entry.part(build)
+
+
+def consumer_part(
+    entry: Entry, pg: Postgres, consumer: str, tables: Iterable[str], handle: Handle
+) -> Part:
+    """Return a part that calls a function for each transaction, and then acknowledges it."""
+    wanted = list(tables)
+
+    async def run(ctx: ComponentContext) -> None:
+        handled = resets = 0
+        last: Any = None
+        ctx.show(lambda: {"transactions": handled, "resets": resets, "acknowledged": last})
+        async with aclosing(pg.changes(consumer, tables=wanted)) as items:
+            async for item in items:
+                await handle(item)
+                if isinstance(item, Reset):
+                    resets += 1
+                    continue
+                await item.ack()
+                handled, last = handled + 1, str(item.position)
+                ctx.healthy()
+
+    return component_part(entry, run, restart="permanent", shutdown=30.0)

@@ -1,0 +1,131 @@
+"""The parts of an app: a system that is opened, shown, judged and closed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client.registry import Collector
+
+from moored.kernel import Backoff, Child, Context, Tree, describe
+from moored.service import Part, Status, System, Wiring
+
+__all__ = ["RETRY", "STOP_TIMEOUT", "Entry", "Judgement", "Shown", "listed", "system_part"]
+
+#: Seconds between two looks at the health of a system.
+LOOK = 0.25
+#: Pauses before a part that failed is started again.
+RETRY = Backoff(0.2, 10.0, jitter=0.25)
+#: Seconds that a system may take to close.
+STOP_TIMEOUT = 30.0
+
+Judgement = tuple[Status, str]
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How a system is shown: its numbers, its causes and its tree."""
+
+    statistics: Callable[[], Mapping[str, Any]]
+    explain: Callable[[], str]
+    tree: Callable[[], Tree] = field(default=lambda: Tree("", "running", 0.0))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What all parts of an app have: a name, and their place among the others."""
+
+    name: str
+    required: bool = True
+    #: The parts that must be ready before this one starts.
+    after: tuple[str, ...] = ()
+
+    @property
+    def condition(self) -> str:
+        """The name of the condition of this part."""
+        return f"{self.name}_ready"
+
+    def part(self, build: Callable[[Wiring], Sequence[Child]], **more: Any) -> Part:
+        """Return the part: its children are restarted without limit, with pauses."""
+        return Part(
+            self.name,
+            build,
+            conditions=(self.condition,),
+            strategy="one_for_one",
+            intensity=None,
+            required=self.required,
+            **more,
+        )
+
+    async def begin(self, ctx: Context, wiring: Wiring) -> None:
+        """Wait for the parts that this one comes after."""
+        if self.after:
+            ctx.started()
+            wiring.health(self.name, "starting", f"waits for {', '.join(self.after)}")
+            await wiring.until_ready(self.after)
+
+    @contextmanager
+    def failing(self, wiring: Wiring) -> Iterator[None]:
+        """Report the end of a run as the health of the part."""
+        why = "it has stopped"
+        try:
+            yield
+        except BaseException as error:
+            if not isinstance(error, asyncio.CancelledError):
+                why = describe(error)
+            raise
+        finally:
+            wiring.health(self.name, "starting", why)
+
+
+def system_part(
+    entry: Entry,
+    child: str,
+    running: Callable[[], AbstractAsyncContextManager[object]],
+    shown: System,
+    judge: Callable[[], Judgement],
+    *,
+    collector: Callable[[], Collector],
+    early: bool = False,
+    **more: Any,
+) -> Part:
+    """Return a part that keeps one system open, and reports its health.
+
+    :param child: the name of the child that runs the system.
+    :param running: returns an async context manager that opens and closes the system.
+    :param judge: returns the health of the open system, with the reason.
+    :param early: whether the next part starts before this system is open.
+    """
+
+    def build(wiring: Wiring) -> Sequence[Child]:
+        wiring.collectors.append(collector())
+
+        async def run(ctx: Context) -> None:
+            await entry.begin(ctx, wiring)
+            if early and not entry.after:
+                ctx.started()
+            with entry.failing(wiring):
+                async with running():
+                    if not early and not entry.after:
+                        ctx.started()
+                    with listed(wiring, ctx.path, shown):
+                        while True:
+                            wiring.health(entry.name, *judge())
+                            await asyncio.sleep(LOOK)
+
+        return [Child(child, run, backoff=RETRY, shutdown=STOP_TIMEOUT)]
+
+    return entry.part(build, **more)
+
+
+@contextmanager
+def listed(wiring: Wiring, path: str, shown: System) -> Iterator[None]:
+    """Show a system in this block."""
+    wiring.systems[path] = shown
+    try:
+        yield
+    finally:
+        del wiring.systems[path]

@@ -1,0 +1,137 @@
+"""The systems of Moored as parts of an app."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from moored.broker import Broker
+from moored.broker.prometheus import BrokerCollector
+from moored.kernel import Child, Context, counted, describe
+from moored.postgres import ConfigurationError, Postgres
+from moored.reservoir import AsyncConnectionPool
+from moored.reservoir.prometheus import ReservoirCollector
+from moored.service import Part, ServiceError, ShownPostgres, Wiring
+from moored.sessions import Sessions
+from moored.sessions.prometheus import SessionsCollector
+
+from ._parts import RETRY, STOP_TIMEOUT, Entry, Judgement, Shown, system_part
+
+__all__ = ["broker_part", "pool_part", "postgres_part", "sessions_part"]
+
+
+class _Openable(Protocol):
+    async def open(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@asynccontextmanager
+async def _opened(system: _Openable) -> AsyncIterator[None]:
+    await system.open()
+    try:
+        yield
+    finally:
+        await system.close()
+
+
+def pool_part(entry: Entry, pool: AsyncConnectionPool[Any]) -> Part:
+    """Return a part that keeps a pool open."""
+    reservoir = pool.reservoir
+
+    def judge() -> Judgement:
+        now, upkeep = pool.statistics(), reservoir.upkeep
+        connected = now.size + now.in_use
+        if upkeep.failing_for is not None and upkeep.last_error is not None:
+            why = f"connecting fails: {describe(upkeep.last_error)}"
+            if connected:
+                return "degraded", f"{connected} of {now.max_size} connections; {why}"
+            return "starting", why
+        if not connected and now.target:
+            return "starting", "no connection is open yet"
+        return "active", f"{counted(connected, 'connection')} to {reservoir.place}"
+
+    shown = Shown(
+        lambda: pool.statistics()._asdict(),
+        lambda: f"{reservoir.describe()}\n  because  {reservoir.whereabouts()}",
+    )
+    return system_part(
+        entry,
+        "pool",
+        lambda: _opened(pool),
+        shown,
+        judge,
+        collector=lambda: ReservoirCollector(pool),
+    )
+
+
+def sessions_part(entry: Entry, sessions: Sessions) -> Part:
+    """Return a part that keeps the sessions of all accounts."""
+
+    def judge() -> Judgement:
+        online = sum(each["state"] == "online" for each in sessions.status())
+        return "active", f"{counted(len(sessions), 'session')}, {online} online"
+
+    shown = Shown(
+        lambda: {"sessions": sessions.status(), "totals": sessions.totals()},
+        lambda: f"{judge()[1]}",
+        sessions.tree,
+    )
+    return system_part(
+        entry,
+        "sessions",
+        lambda: _opened(sessions),
+        shown,
+        judge,
+        collector=lambda: SessionsCollector(sessions),
+    )
+
+
+def broker_part(entry: Entry, broker: Broker) -> Part:
+    """Return a part that feeds a broker."""
+
+    def judge() -> Judgement:
+        now = broker.status()
+        if now["state"] == "off":
+            return "active", "it has no source: streams are refused"
+        if not now["up"]:
+            return "starting", now["last_error"] or "the source has not begun yet"
+        return "active", counted(now["subscribers"], "subscriber")
+
+    return system_part(
+        entry,
+        "broker",
+        lambda: broker,
+        Shown(broker.status, lambda: f"{judge()[0]}\n  because  {judge()[1]}"),
+        judge,
+        collector=lambda: BrokerCollector(broker),
+        early=True,
+    )
+
+
+def postgres_part(entry: Entry, pg: Postgres) -> Part:
+    """Return a part that runs a connection manager."""
+
+    def build(wiring: Wiring) -> Sequence[Child]:
+        view = ShownPostgres(wiring, entry.name)
+
+        async def run(ctx: Context) -> None:
+            await entry.begin(ctx, wiring)
+            try:
+                await pg.open()
+            except ConfigurationError as error:
+                wiring.fail(ServiceError(str(error)))
+                raise
+            if not entry.after:
+                ctx.started()
+            with view.shown(pg, ctx.path):
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    await pg.close()
+
+        return [Child("manager", run, backoff=RETRY, shutdown=STOP_TIMEOUT)]
+
+    return entry.part(build)

@@ -1,0 +1,325 @@
+"""An app runs its parts in order, shows them, and survives what happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import psycopg
+import pytest
+from prometheus_client.core import GaugeMetricFamily
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+import moored
+from moored.app import App, AppError, ComponentContext
+from moored.broker import MemorySource
+from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import Reset, Transaction
+from moored.service import Config
+
+#: Seconds within which everything here happens, on a busy machine too.
+LIMIT = 60.0
+
+
+def new(**settings: Any) -> App:
+    """Return an app that ignores the environment."""
+    return App("orders", config=Config(**settings))
+
+
+def with_part(**settings: Any) -> App:
+    """Return an app with a component that does nothing."""
+    app = new(**settings)
+
+    @app.component
+    async def idle(ctx: ComponentContext) -> None:
+        await asyncio.Event().wait()
+
+    return app
+
+
+@asynccontextmanager
+async def client(app: App) -> AsyncIterator[httpx.AsyncClient]:
+    """Ask a running app over its ASGI interface."""
+    transport = httpx.ASGITransport(app=app.asgi)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as asking:
+        yield asking
+
+
+async def until(app: App, status: str) -> None:
+    """Wait for a health of the app."""
+    async with asyncio.timeout(LIMIT):
+        await app._running().monitor.wait_until(lambda now: now == status)
+
+
+# -- order -------------------------------------------------------------------------------------
+
+
+async def test_parts_start_in_order_and_stop_in_reverse() -> None:
+    app, seen = new(), []
+
+    def add(name: str) -> None:
+        @app.component(name=name)
+        async def run(ctx: ComponentContext) -> None:
+            seen.append(f"{name} starts")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                seen.append(f"{name} stops")
+
+    for name in ("first", "second", "third"):
+        add(name)
+    async with app:
+        await app.ready(LIMIT)
+    assert seen == [
+        *("first starts", "second starts", "third starts"),
+        *("third stops", "second stops", "first stops"),
+    ]
+
+
+async def test_a_part_waits_for_the_parts_that_it_comes_after() -> None:
+    app, gate, seen = new(), asyncio.Event(), []
+
+    @app.component
+    async def slow(ctx: ComponentContext) -> None:
+        ctx.health("starting", "it loads")
+        await gate.wait()
+        seen.append("slow is ready")
+        ctx.health("active")
+        await asyncio.Event().wait()
+
+    @app.component(after=["slow"])
+    async def later(ctx: ComponentContext) -> None:
+        seen.append("later")
+        await asyncio.Event().wait()
+
+    @app.component
+    async def other(ctx: ComponentContext) -> None:
+        seen.append("other")
+        await asyncio.Event().wait()
+
+    async with app:
+        await asyncio.sleep(0)
+        assert seen == ["other"]
+        assert "waits for slow" in app.explain("later")
+        gate.set()
+        await app.ready(LIMIT)
+        assert seen == ["other", "slow is ready", "later"]
+
+
+# -- health ------------------------------------------------------------------------------------
+
+
+async def test_a_part_that_fails_is_started_again_and_health_says_why() -> None:
+    app, broken = new(), asyncio.Event()
+
+    @app.component
+    async def importer(ctx: ComponentContext) -> None:
+        if ctx.generation == 1:
+            await broken.wait()
+            raise OSError("the file is gone")
+        await asyncio.Event().wait()
+
+    async with app, client(app) as asking:
+        await app.ready(LIMIT)
+        assert (await asking.get("/v1/health")).status_code == 200
+        broken.set()
+        await until(app, "starting")
+        answer = await asking.get("/v1/health")
+        assert (answer.status_code, answer.json()["parts"]) == (202, {"importer": "starting"})
+        assert "the file is gone" in app.explain("importer")
+        await app.ready(LIMIT)
+        # What happened stays known after the recovery.
+        assert "did not work for" in app.explain("importer")
+        assert "the file is gone" in app.explain("importer")
+
+
+async def test_an_app_is_degraded_without_an_optional_part() -> None:
+    app = new()
+
+    @app.component(required=False)
+    async def extra(ctx: ComponentContext) -> None:
+        ctx.health("failed", "its licence has expired")
+        await asyncio.Event().wait()
+
+    async with app, client(app) as asking:
+        await until(app, "degraded")
+        answer = await asking.get("/v1/health")
+        assert (answer.status_code, answer.json()["parts"]) == (200, {"extra": "failed"})
+
+
+async def test_a_component_shows_its_machine_its_numbers_and_its_metrics() -> None:
+    app = new()
+
+    class Rows:
+        def collect(self) -> list[GaugeMetricFamily]:
+            return [GaugeMetricFamily("importer_rows", "Rows.", value=42)]
+
+    @app.component
+    async def importer(ctx: ComponentContext) -> None:
+        ctx.show(lambda: {"rows": 42}, lambda: "it has imported 42 rows")
+        ctx.metrics(Rows())
+        ctx.record("the file was found")
+        await asyncio.Event().wait()
+
+    async with app, client(app) as asking:
+        await app.ready(LIMIT)
+        status = (await asking.get("/v1/status")).json()
+        assert status["importer"] == {"rows": 42}
+        assert "the file was found" in [each["text"] for each in status["events"]]
+        assert app.explain("importer").startswith("it has imported 42 rows")
+        assert "importer_rows 42.0" in (await asking.get("/metrics")).text
+
+
+async def test_a_component_that_returns_is_finished_and_healthy() -> None:
+    app = new()
+
+    @app.component
+    async def migrate(ctx: ComponentContext) -> None:
+        return None
+
+    async with app:
+        await app.ready(LIMIT)
+        assert "finished" in str(app.tree())
+
+
+# -- systems -----------------------------------------------------------------------------------
+
+
+async def test_pool_stream_broker_and_consumer_meet_in_one_app(
+    postgres_url: str, tmp_path: Any
+) -> None:
+    app = new()
+    db = app.pool(postgres_url, name="db", min_size=1, max_size=3)
+    pg = app.postgres(postgres_url, state_dir=tmp_path, stream_id="app")
+    source = MemorySource()
+    live = app.broker(source, channels=["orders"])
+    accounts = app.sessions(storage="memory:")
+    seen: asyncio.Queue[Transaction | Reset] = asyncio.Queue()
+
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("create table orders (id int primary key)")
+
+    @app.consumer(pg, "search", tables=["orders"])
+    async def index(txn: Transaction | Reset) -> None:
+        await seen.put(txn)
+
+    async with app, client(app) as asking, asyncio.timeout(LIMIT):
+        await app.ready()
+        await pg.wait_until_published("orders")
+        async with db.connection() as conn:
+            await conn.execute("insert into orders values (1)")
+        while isinstance(txn := await seen.get(), Reset):
+            pass
+        assert [change.new and change.new["id"] for change in txn] == [1]
+        status = (await asking.get("/v1/status")).json()
+        assert {"db", "postgres", "broker", "sessions", "consumer-search"} <= status.keys()
+        assert set(status["parts"].values()) == {"active"}
+        metrics = (await asking.get("/metrics")).text
+        for family in ("reservoir_size", "postgres_", "broker_subscribers", "sessions"):
+            assert f"moored_{family}" in metrics, family
+        for part in ("db", "postgres", "broker", "sessions", "consumer-search"):
+            assert app.explain(part), part
+        assert "orders/postgres/manager/connection" in [p for p, _ in app.tree().paths()]
+        assert live.up
+        assert len(accounts) == 0
+    assert db.closed
+
+
+async def test_a_pool_whose_server_is_killed_is_seen_and_comes_back() -> None:
+    with SyncEmbeddedPostgres() as server:
+        app = new()
+        db = app.pool(server.url, name="db", min_size=2, max_size=2, check_idle=0.1)
+        async with app:
+            await app.ready(LIMIT)
+            await asyncio.to_thread(server.kill)
+            await until(app, "starting")
+            assert "connecting fails" in app._running().monitor.conditions()["db_ready"].detail  # type: ignore[operator]
+            await asyncio.to_thread(server.start)
+            await app.ready(LIMIT)
+            async with db.connection(timeout=LIMIT) as conn:
+                assert await (await conn.execute("select 1")).fetchone() == (1,)
+
+
+# -- inside other programs ---------------------------------------------------------------------
+
+
+async def test_it_is_mounted_in_another_app_at_any_path() -> None:
+    app = with_part()
+    outer = Starlette(routes=[Mount("/ops", app.asgi)], lifespan=app.lifespan)
+    transport = httpx.ASGITransport(app=outer)
+    base = "http://localhost"
+    async with httpx.AsyncClient(transport=transport, base_url=base) as asking:
+        assert (await asking.get("/ops/v1/health")).status_code == 503
+        async with outer.router.lifespan_context(outer):
+            assert (await asking.get("/ops/v1/health")).status_code == 200
+            page = await asking.get("/ops", follow_redirects=True)
+            assert page.url.path == "/ops/"
+            assert 'src="static/page.js"' in page.text
+            assert (await asking.get("/ops/static/page.js")).status_code == 200
+
+
+async def test_the_token_also_protects_a_mounted_app() -> None:
+    app = with_part(admin_token="a-token-of-twenty-characters")
+    outer = Starlette(routes=[Mount("/ops", app.asgi)], lifespan=app.lifespan)
+    async with (
+        outer.router.lifespan_context(outer),
+        httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=outer), base_url="http://localhost"
+        ) as asking,
+    ):
+        assert (await asking.get("/ops/v1/health")).status_code == 200
+        assert (await asking.get("/ops/v1/status")).status_code == 401
+        login = await asking.get("/ops/", headers={"Accept": "text/html"})
+        assert "admin token" in login.text
+        form = {"token": "a-token-of-twenty-characters"}
+        done = await asking.post("/ops/login", data=form)
+        assert (done.status_code, done.headers["location"]) == (303, "./")
+        assert (await asking.get("/ops/v1/status")).status_code == 200
+
+
+# -- mistakes ----------------------------------------------------------------------------------
+
+
+def test_mistakes_are_refused_when_they_are_made() -> None:
+    app = new()
+    app.pool("postgresql://localhost/x")
+    with pytest.raises(AppError, match=r"the name 'pool' of a part is taken"):
+        app.pool("postgresql://localhost/y")
+    with pytest.raises(AppError, match=r"after='nothing' names no part .*; there are pool"):
+        app.pool("postgresql://localhost/y", name="late", after=["nothing"])
+    with pytest.raises(AppError, match="has not been started"):
+        app.tree()
+    with pytest.raises(AppError, match="no '/'"):
+        App("a/b")
+
+
+def test_an_app_without_parts_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    assert new(port=0).run() == 2
+    assert "the app orders has no parts: add one, such as app.pool(…)" in capsys.readouterr().err
+
+
+async def test_an_app_is_started_once() -> None:
+    app = with_part()
+    async with app:
+        with pytest.raises(AppError, match="cannot be added"):
+            app.pool("postgresql://localhost/y")
+    with pytest.raises(AppError, match="was started before"):
+        async with app:
+            pass
+
+
+async def test_an_error_of_a_part_at_the_start_is_raised_with_its_reason(tmp_path: Any) -> None:
+    app = new()
+    app.postgres("postgresql://localhost/x", state_dir=tmp_path / "file" / "below")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Exception, match="the state of the stream cannot be stored"):
+        async with app:
+            pass
+
+
+def test_the_app_is_part_of_the_package() -> None:
+    assert moored.App is App
