@@ -30,6 +30,8 @@ def packages() -> list[str]:
     """Return the packages of moored, and their public modules."""
     found = []
     for room in pkgutil.iter_modules(moored.__path__, "moored."):
+        if room.name.startswith("moored._"):
+            continue
         found.append(room.name)
         package = importlib.import_module(room.name)
         if room.ispkg:

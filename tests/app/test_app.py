@@ -20,6 +20,7 @@ from moored.broker import MemorySource
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Reset, Transaction
 from moored.service import Config
+from moored.testing import AppLeaked, running_app
 
 #: Seconds within which everything here happens, on a busy machine too.
 LIMIT = 60.0
@@ -323,3 +324,30 @@ async def test_an_error_of_a_part_at_the_start_is_raised_with_its_reason(tmp_pat
 
 def test_the_app_is_part_of_the_package() -> None:
     assert moored.App is App
+
+
+# -- in tests ----------------------------------------------------------------------------------
+
+
+async def test_an_app_that_leaves_a_task_behind_fails_its_test(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moored.testing._app.SETTLE", 0.1)
+    app, left = new(), []
+
+    @app.component
+    async def careless(ctx: ComponentContext) -> None:
+        left.append(asyncio.create_task(asyncio.Event().wait(), name="forgotten"))
+        await asyncio.Event().wait()
+
+    with pytest.raises(AppLeaked, match="orders has stopped and left the task forgotten"):
+        async with running_app(app):
+            pass
+    left[0].cancel()
+
+
+async def test_a_pool_leaves_nothing_behind(postgres_url: str) -> None:
+    app = new()
+    db = app.pool(postgres_url, max_size=2)
+    async with running_app(app), db.connection() as conn:
+        assert await (await conn.execute("select 1")).fetchone() == (1,)

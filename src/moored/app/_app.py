@@ -6,12 +6,10 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from starlette.responses import JSONResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
-
 from moored.kernel import Recorder, Restart, Tree
 from moored.service import HTTP, Config, Part, Service, ServiceError, Status, load_config, serve
 
+from ._asgi import AppEndpoint
 from ._component import Handle, Run, component_part, consumer_part
 from ._parts import Entry
 
@@ -59,7 +57,7 @@ class App:
         self._service: Service | None = None
         self._stack: AsyncExitStack | None = None
         #: The HTTP app: health, status, explanations, metrics and the page. Mount it at any path.
-        self.asgi: ASGIApp = self._answer
+        self.asgi = AppEndpoint(self)
 
     # -- parts ---------------------------------------------------------------------------------
 
@@ -287,33 +285,17 @@ class App:
             raise AppError(f"there is no one component {part!r}; there are {known}")
         return str(view.explain(found[0])["explanation"])
 
+    @property
+    def service(self) -> Service | None:
+        """The running service; None before the start."""
+        return self._service
+
     def _running(self) -> Service:
         if self._service is None:
             raise AppError(
                 f"the app {self.name} has not been started: async with app, or app.run()"
             )
         return self._service
-
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":
-            return await self._serve_lifespan(receive, send)
-        if self._service is None:
-            body = {"status": "starting", "parts": {}}
-            return await JSONResponse(body, status_code=503)(scope, receive, send)
-        return await self._service.asgi(scope, receive, send)
-
-    async def _serve_lifespan(self, receive: Receive, send: Send) -> None:
-        """Start and stop with the server, if this is its app and not a mounted one."""
-        await receive()
-        try:
-            await self.__aenter__()
-        except Exception as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            return
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self.__aexit__()
-        await send({"type": "lifespan.shutdown.complete"})
 
     def __repr__(self) -> str:
         state = "new" if self._service is None else self._service.view.status

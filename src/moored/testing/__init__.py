@@ -5,6 +5,7 @@
 - `mutant` plants a named defect for one test, and `assert_caught` proves that a scenario notices.
 - `stress_threads` drives a thread-safe object from many threads.
 - `FaultProxy` is a TCP proxy between a client and a real server, with faults that tests switch.
+- `running_app` runs an app in a test, and fails if it leaves tasks or sockets behind.
 - `session_sandbox` is a session without a server, for tests of event handlers.
 - `scaled` and `base_seed` set the size and the random seed of such tests for the whole run.
 
@@ -26,7 +27,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ._app import running_app
     from ._errors import (
+        AppLeaked,
         Deadlock,
         HostKilled,
         Livelock,
@@ -77,6 +80,8 @@ __all__ = [  # noqa: RUF022 (grouped by use)
     "stress_threads",
     # Real connections
     "FaultProxy",
+    # A whole app
+    "running_app",
     # Sessions without a server
     "SessionSandbox",
     "session_sandbox",
@@ -84,6 +89,7 @@ __all__ = [  # noqa: RUF022 (grouped by use)
     "base_seed",
     "scaled",
     # Errors
+    "AppLeaked",
     "Deadlock",
     "HostKilled",
     "Livelock",
@@ -99,8 +105,9 @@ __all__ = [  # noqa: RUF022 (grouped by use)
 ]
 
 _HOMES = {
+    "_app": "running_app",
     "_errors": (
-        "Deadlock HostKilled Livelock MutantRejected MutantSurvived SimulationError "
+        "AppLeaked Deadlock HostKilled Livelock MutantRejected MutantSurvived SimulationError "
         "SimulationFailed StressFailed Stuck TimeLimit Unretrieved Unsimulated"
     ),
     "_hosts": "Host",

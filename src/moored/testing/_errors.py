@@ -78,5 +78,9 @@ class MutantSurvived(SimulationError, AssertionError):
     """A scenario passed although the defect was planted, so it does not test for the defect."""
 
 
+class AppLeaked(MooredError, AssertionError):
+    """An app has stopped, and tasks or sockets of it are left."""
+
+
 class StressFailed(MooredError, AssertionError):
     """Threads raised, broke an invariant, or did not end in time."""

@@ -1,0 +1,42 @@
+"""The ASGI interface of an app: its routes, and its life if a server runs it directly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from ._app import App
+
+__all__ = ["AppEndpoint"]
+
+
+class AppEndpoint:
+    """Answers requests while the app runs, and starts and stops it with an ASGI server."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, or follow the lifespan of the server."""
+        if scope["type"] == "lifespan":
+            await self._lifespan(receive, send)
+        elif self._app.service is None:
+            body = {"status": "starting", "parts": {}}
+            await JSONResponse(body, status_code=503)(scope, receive, send)
+        else:
+            await self._app.service.asgi(scope, receive, send)
+
+    async def _lifespan(self, receive: Receive, send: Send) -> None:
+        await receive()
+        try:
+            await self._app.__aenter__()
+        except Exception as error:
+            await send({"type": "lifespan.startup.failed", "message": str(error)})
+            return
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await self._app.__aexit__()
+        await send({"type": "lifespan.shutdown.complete"})
