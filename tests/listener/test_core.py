@@ -10,6 +10,7 @@ import pytest
 from moored.kernel import Clock, Machine
 from moored.postgres.listen import Gap, Listener, Notification, NotifyRefused, Subscription
 from moored.postgres.listen._core import CHART, ListenerCore
+from moored.postgres.listen._direct import DirectConnection
 from moored.postgres.listen._notify import statement
 
 pytestmark = pytest.mark.pure
@@ -187,3 +188,15 @@ async def test_a_payload_is_limited_by_its_bytes_and_the_error_names_the_outbox(
 
 def test_a_statement_quotes_its_values() -> None:
     assert statement("a'b", "c\\d") == r"SELECT pg_notify(E'a''b', E'c\\d')"
+
+
+class Refusing(DirectConnection):
+    """A connection whose end is noticed when a statement is sent."""
+
+    def _send(self, sql: bytes) -> None:
+        self._fail(ConnectionResetError("reset by peer"))
+
+
+async def test_a_loss_that_is_noticed_while_sending_is_not_a_cancellation() -> None:
+    with pytest.raises(ConnectionResetError):
+        await Refusing(lambda event: None).query("select 1")

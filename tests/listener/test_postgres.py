@@ -55,6 +55,22 @@ async def test_notifications_and_queries_use_two_paths(
         assert pg.statistics()["listener"]["up"]
 
 
+async def test_options_that_a_pooler_refuses_are_left_out(
+    streamed_url: str,
+    bouncer: str,
+    options: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PGOPTIONS", "-c geqo=off")
+    for url in (bouncer, f"{bouncer}?options=-c%20geqo%3Doff"):
+        async with Postgres(url, notify_url=streamed_url, **options) as pg:
+            await pg.wait_until_active(LIMIT)
+            async with pg.connection() as conn:
+                assert await (await conn.execute("show geqo")).fetchone() == ("on",)
+    assert caplog.text.count("without `options` (set them by ALTER ROLE … SET)") == 2
+
+
 async def test_a_lost_listener_is_degraded_with_200(
     streamed_url: str, options: dict[str, Any]
 ) -> None:

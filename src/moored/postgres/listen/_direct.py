@@ -82,12 +82,14 @@ class DirectConnection:
             before = heard()
             await asyncio.wait({event, self.lost}, timeout=SILENCE, return_when="FIRST_COMPLETED")
             if self.lost.done():
-                return self.lost.result()
+                break
             # The loop may have been late itself: what waits in the socket counts.
             self._read_late()
             if not event.done() and heard() == before:
                 raise TimeoutError(f"no answer to {what} within {SILENCE:g} s")
-        return None
+        # Also if the loss has ended the event: `_send` and `_read_late` may notice it.
+        if self.lost.done():
+            self.lost.result()
 
     def close(self) -> None:
         """Close the connection, without waiting for the server."""

@@ -8,7 +8,7 @@ import psycopg
 
 from moored.reservoir import AsyncConnectionPool
 
-from ..server import connect
+from ..server import connect, pool_by
 
 __all__ = ["PooledPath", "notify_by", "statement"]
 
@@ -26,9 +26,7 @@ class PooledPath:
     def __init__(self, through: Any) -> None:
         self._own: AsyncConnectionPool[Any] | None = None
         if isinstance(through, str):
-            through = self._own = AsyncConnectionPool(
-                through, kwargs={"prepare_threshold": None, "autocommit": True}, max_size=2
-            )
+            through = self._own = pool_by(through, max_size=2)
         if not hasattr(through, "connection") and not hasattr(through, "acquire"):
             raise TypeError(
                 f"notify_through={through!r} must be a URL, or a pool with connection() or "

@@ -2,6 +2,7 @@
 
 from ._connect import connect, cut, uncancelled
 from ._faults import Diagnosis, FaultVerdict, diagnose
+from ._pooled import pool_by
 from ._resolver import Resolver
 from ._setup import Findings, Setup, Step
 
@@ -15,5 +16,6 @@ __all__ = [
     "connect",
     "cut",
     "diagnose",
+    "pool_by",
     "uncancelled",
 ]

@@ -2,9 +2,9 @@
 
 libpq handles most cases: every `sslmode`, and the addresses of a name, one after the other. It does
 not handle a server that closes the connection on a TLS request, nor a name with unreachable IPv6
-addresses, where each attempt takes its full timeout. The result is remembered for later
-connections; addresses are not, because they may change. For a name with IPv4 and IPv6 addresses the
-result expires after `KEPT` seconds, because a route may break.
+addresses, where each attempt takes its full timeout, nor a pooler that refuses `options`. The
+result is remembered for later connections; addresses are not, because they may change. For a name
+with IPv4 and IPv6 addresses the result expires after `KEPT` seconds, because a route may break.
 
 TLS is given up only for a server that closes the connection on a TLS request, accepts one without
 TLS, and then closes a second TLS request: a server that was down for a moment is not contacted
@@ -48,6 +48,8 @@ _TLS_REFUSED = (
     "received unexpected response to ssl",
     "received invalid response to ssl",
 )
+#: The error of a pooler for `options` in the start-up packet, also where it permits some of them.
+_OPTIONS_REFUSED = "unsupported startup parameter"
 #: Types of errors after which another address of the same name may succeed.
 _UNREACHABLE = ("connection_timeout", "connection_refused", "connection_closed")
 
@@ -59,6 +61,8 @@ class Route(NamedTuple):
     plain: bool = False
     #: Only by its IPv4 addresses.
     ipv4: bool = False
+    #: Without `options`, which a pooler refuses: its server connections are shared.
+    no_options: bool = False
 
 
 class _Known(NamedTuple):
@@ -117,6 +121,8 @@ class Resolver:
     ) -> list[Route] | None:
         """Return the routes to try after this error; None if the server itself has refused."""
         text = str(error).lower()
+        if _OPTIONS_REFUSED in text and "options" in text and not route.no_options:
+            return [route._replace(no_options=True)]
         hung_up = any(words in text for words in _TLS_REFUSED)
         unreachable = diagnose(error).type in _UNREACHABLE
         if not (hung_up or unreachable):
@@ -150,6 +156,8 @@ class Resolver:
 
     async def _with(self, url: str, route: Route) -> str:
         changes: dict[str, Any] = {"sslmode": "disable"} if route.plain else {}
+        if route.no_options:
+            changes["options"] = ""  # not None: PGOPTIONS would apply
         if route.ipv4:
             host = _ServerUrl.of(url).host
             found = await self._addresses(host)
@@ -206,4 +214,5 @@ def _read(url: str) -> dict[str, Any]:
 def _words(route: Route) -> str:
     parts = ["without TLS"] if route.plain else []
     parts += ["by IPv4 only"] if route.ipv4 else []
+    parts += ["without `options` (set them by ALTER ROLE … SET)"] if route.no_options else []
     return " and ".join(parts)
