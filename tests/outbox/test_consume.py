@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from tests.postgres.server import until
 
 from moored.postgres import ConfigurationError, PostgresError
 from moored.postgres.listen import Listener
@@ -284,3 +285,20 @@ async def test_a_lost_connection_loses_nothing(
                 )
         await asyncio.wait_for(consuming, LIMIT)
     assert found == expected
+
+
+async def test_a_cancellation_is_not_replaced_by_the_error_of_its_statement(
+    outbox: Outbox, sql: Sql
+) -> None:
+    stubborn = """do $$ begin perform pg_sleep(60); exception when query_canceled then
+        raise exception 'another error'; end $$ -- stubborn"""
+    running = "select 1 from pg_stat_activity where query like 'do %-- stubborn'"
+    work = asyncio.create_task(outbox._reader.run(stubborn))
+
+    async def begun() -> bool:
+        return await (await sql.execute(running)).fetchone() is not None
+
+    await until(begun)
+    work.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await work

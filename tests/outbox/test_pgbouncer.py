@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import psycopg
+import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import require_server
 
@@ -13,7 +14,9 @@ from moored.postgres import Listener, Outbox
 from .reading import LIMIT, payloads
 
 
-async def test_publishers_and_consumers_go_through_a_pooler(url: str) -> None:
+async def test_publishers_and_consumers_go_through_a_pooler(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with pgbouncer(require_server("pgbouncer"), url, pool_size=2) as pooled:
 
         async def publish(writer: int) -> None:
@@ -24,7 +27,9 @@ async def test_publishers_and_consumers_go_through_a_pooler(url: str) -> None:
                     await outbox.publish(conn, "orders", f"{writer}/{number}")
                     await conn.commit()
 
-        async with Listener(url) as listener, Outbox(pooled, listener=listener) as outbox:
+        # PgBouncer refuses a connection with options.
+        with_options = f"{pooled}?options=-c%20statement_timeout%3D60000"
+        async with Listener(url) as listener, Outbox(with_options, listener=listener) as outbox:
             await listener.wait_until_up(LIMIT)
             await outbox.install()
             async with outbox.consume("one") as one, outbox.consume("two") as two:
@@ -35,3 +40,4 @@ async def test_publishers_and_consumers_go_through_a_pooler(url: str) -> None:
             assert len(set(found[0] or ())) == 80
             assert await outbox.upkeep() == (0, 0)
             assert (await outbox.status()).held_back is None
+    assert "reached without `options`" in caplog.text

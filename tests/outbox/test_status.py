@@ -103,9 +103,12 @@ async def test_metrics(url: str, sql: Sql, outbox: Outbox) -> None:
         await outbox.publish(sql, "orders", "1")
         await outbox.status()
         text = generate_latest(registry).decode()
-        pid = float(culprit.info.backend_pid)
+        pid = culprit.info.backend_pid
     assert 'moored_outbox_bytes{schema="moored"}' in text
-    assert f'moored_outbox_held_back_pid{{schema="moored"}} {pid}' in text
+    assert (
+        f'moored_outbox_held_back_transaction_seconds{{application="",pid="{pid}",prepared="",'
+        in text
+    )
     assert 'moored_outbox_consumer_lag_seconds{consumer="search",schema="moored"}' in text
     assert 'moored_outbox_listener_up{schema="moored"} 0.0' in text
 

@@ -35,6 +35,7 @@ from ._settings import Settings, default_state_dir
 from .consume import Changes, mistakes
 from .listen import Listener
 from .manage import Manager, Restarter, Role, Stack
+from .outbox import Outbox
 from .report import (
     CONDITIONS,
     WORDS,
@@ -184,6 +185,7 @@ class Postgres:
         # Until the first run, a manager that has nothing to report.
         self._manager = Manager(stack, self._restarter.used)
         self._listener = self._new_listener()
+        self._outbox = self._new_outbox()
         self._supervisor = self._tree()
         await self._supervisor.start()
 
@@ -227,6 +229,14 @@ class Postgres:
         else:
             listener.on_refused = lambda error: self._fail(str(error))
         return listener
+
+    def _new_outbox(self) -> Outbox:
+        """Return the outbox; its first consumer starts it."""
+        outbox = Outbox(self, listener=self._listener, show_queries=self.settings.show_queries)
+        outbox.on_first_use = lambda: self._tasks.start(
+            self._supervisor.start_child(outbox.child())
+        )
+        return outbox
 
     def _connection_child(self) -> Child:
         """Return the manager and its connections, as one child; created again after each sleep."""
@@ -272,6 +282,8 @@ class Postgres:
 
     async def close(self) -> None:
         """End every consumer, then close all connections, within `shutdown_timeout`."""
+        if self._state == "open":
+            await self._outbox.close()  # its consumers store their cursors by these connections
         if self._state != "open":
             self._state = "closed"
             return
@@ -458,6 +470,16 @@ class Postgres:
         return self._listener
 
     @property
+    def outbox(self) -> Outbox:
+        """The outbox in the schema `moored`, woken by the listener; its first consumer starts it.
+
+        It must be installed (`await pg.outbox.install()`). While it has consumers, the connections
+        do not sleep. For other settings, make one: `Outbox(pg, …)`.
+        """
+        self._check_opened()
+        return self._outbox
+
+    @property
     def fatal(self) -> str | None:
         """The text of a fatal error, which an operator must correct; None if there is none."""
         return self._fatal
@@ -517,17 +539,20 @@ class Postgres:
             fatal=self._fatal,
             restarts=self._restarts,
         )
-        listener = self._listener
-        if listener is None or not listener.is_open:
-            return {**found, "listener": None}
-        return {**found, "listener": listener.statistics()}
+        parts = {"listener": self._listener, "outbox": self._outbox}
+        return found | {
+            name: None if each is None or not each.is_open else each.statistics()
+            for name, each in parts.items()
+        }
 
     def explain(self) -> str:
         """Return as text what the manager is doing, what it waits for, and what to do about it."""
         text = explain(self.statistics())
-        if self._listener is None or not self._listener.is_open:
-            return text
-        return f"{text}\nlistener {self._listener.explain()}"
+        if self._listener is not None and self._listener.is_open:
+            text += f"\nlistener {self._listener.explain()}"
+        if self._outbox.is_open:
+            text += f"\noutbox {self._outbox.explain()}"
+        return text
 
     def tree(self) -> Tree:
         """Return the supervision tree; the owners of the connections show their health in it."""

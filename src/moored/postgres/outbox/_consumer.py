@@ -63,7 +63,7 @@ class OutboxConsumer:
         self.tenant = tenant
         self._reader = reader
         self._wakes = wakes
-        self._store_function = f"{schema}.outbox_store"
+        self._store_call = f"{schema}.outbox_store({{}}, {{}}, {{}})"
         self._start = start if start in ("oldest", "now") else Cursor.parse(start)
         self._queue: deque[OutboxEvent | Reset] = deque()
         # The delivered events, and whether they are acknowledged; without the first ones that are.
@@ -98,13 +98,15 @@ class OutboxConsumer:
     async def __anext__(self) -> OutboxEvent | Reset:
         """Return the next event, or a `Reset`; wait for one."""
         async with self._reading:
-            if self._read is None:
-                await self._attach()
             self._resetting = False
             while not self._queue:
                 if self._closed:
                     raise StopAsyncIteration
-                await self._fill()
+                try:
+                    await (self._attach() if self._read is None else self._fill())
+                except FINAL:
+                    if not self._closed:  # and its pool with it
+                        raise
             item = self._queue.popleft()
             if isinstance(item, Reset):
                 self._resetting = True
@@ -161,7 +163,7 @@ class OutboxConsumer:
         elif not self._take(page):
             if self._due(STORE_IDLE):
                 await self._pass_others()
-            await more_events(woken, self._held, page)
+            await self._wakes.more(woken, self._held, page.server)
 
     def _take(self, page: Page) -> list[OutboxEvent]:
         """Queue the events of a page."""
@@ -203,7 +205,7 @@ class OutboxConsumer:
                 )
             old = self._stored
             try:
-                await awaited(run(conn, self._store_function, self.name, str(old), str(cursor)))
+                await awaited(run(conn, self._store_call, self.name, str(old), str(cursor)))
             except Exception as error:
                 raise translated(error) from error
             self._stored = cursor
@@ -274,14 +276,3 @@ class OutboxConsumer:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._open)} unacknowledged"
         return f"<OutboxConsumer {self.name!r}: {state}>"
-
-
-async def more_events(woken: asyncio.Event, held: Backoff, page: Page) -> None:
-    """Wait until there may be more events than on a page that had none."""
-    if not page.server.held:
-        held.succeed()
-    # The transaction that holds events back may end without a notification.
-    limit = held.fail() if page.server.held else None
-    with suppress(TimeoutError):
-        async with asyncio.timeout(limit):
-            await woken.wait()

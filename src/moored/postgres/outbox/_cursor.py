@@ -2,6 +2,8 @@
 
 The order is (xid, id): the transaction ID of the publisher, with its epoch, and the number of the
 event. A transaction is read once no older one is running, so commits out of order are not skipped.
+Without a table, the LSN of the end of the commit is in the place of the transaction ID, and the
+number of the event counts within its transaction.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class OutboxState(NamedTuple):
             return "events after the cursor were dropped by the retention"
         if cursor.xid > self.xmax:
             return (
-                f"the cursor's transaction {cursor.xid} is still to come here (the next is "
+                f"the cursor's position {cursor.xid} is still to come here (the next is "
                 f"{self.xmax}): a copy of the database's disk was restored"
             )
         if cursor.mark and not self.found and cursor.place != self.floor:

@@ -9,11 +9,9 @@ from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, Self, TypeVar, cast, get_args
 from weakref import WeakSet
 
-import psycopg
 from psycopg import sql
 
 from moored.kernel import (
-    SECRETS,
     Backoff,
     Child,
     Clock,
@@ -25,16 +23,17 @@ from moored.kernel import (
     refuse,
     unmet,
 )
-from moored.reservoir import AsyncConnectionPool
 
 from .._errors import PostgresError
 from ..consume import Reset
+from ..server import pool_by
 from . import _ddl
-from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer, more_events
+from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer
 from ._cursor import Cursor
 from ._ddl import Wake
-from ._publish import check_schema, publish
+from ._publish import check_schema, message_prefix, publish
 from ._reader import OutboxEvent, PsycopgPool, Reader
+from ._ring import StreamRing
 from ._status import OutboxStatus, read_status
 from ._stream_wakes import StreamWakes
 from ._wakes import Wakes, WakeSource
@@ -85,6 +84,11 @@ class Outbox:
         it takes a lock of the whole server at each commit. "stream": by messages in the change
         stream of the `source`, a `Postgres(…, messages=True)`, for thousands of commits a second.
         "poll": they read every second. It must be the `wake` with which the outbox was installed.
+    :param table: False for an outbox without a table, with `wake="stream"`: events are messages in
+        the WAL, need no installation, and the last ones are kept in the memory of each process, so
+        that `read()` and `tail()` give a `reset` for an older cursor. There is no `consume()`: use
+        `Postgres.changes()`. Each process needs a stream of its own (`stream_id`).
+    :param ring: the number of events that an outbox without a table keeps, of 64 MB at most.
     :param schema: where the tables are.
     :param install: run `install()` at the start; otherwise `moored outbox install` has run before.
     :param retain: how long events are kept, in seconds. A consumer that is further behind gets a
@@ -101,6 +105,8 @@ class Outbox:
         *,
         listener: WakeSource | None = None,
         wake: Wake = "notify",
+        table: bool = True,
+        ring: int = 10_000,
         schema: str = "moored",
         install: bool = False,
         retain: float | None = 7 * _DAY,
@@ -118,6 +124,8 @@ class Outbox:
                 ("max_bytes", max_bytes, max_bytes is None or max_bytes > 0, "> 0, or None"),
                 ("partition", partition, partition >= 1.0, "at least 1 s"),
                 ("wake", wake, wake in get_args(Wake), f"one of {get_args(Wake)}"),
+                ("ring", ring, ring > 0, "> 0"),
+                ("table", table, table or wake == "stream", 'True, unless wake="stream"'),
                 # Not the source itself, which may be a URL with a password.
                 (
                     "source",
@@ -133,19 +141,29 @@ class Outbox:
         self.partition = partition
         #: The state as it was queried last, every 15 s; None if that was not possible.
         self.last_status: OutboxStatus | None = None
+        #: Called by the first consumer, if the outbox was not opened before: starts `child()`.
+        self.on_first_use: Callable[[], object] | None = None
         self._install = install
         self._show_queries = show_queries
         self.wake = wake
-        self._listener = StreamWakes(cast(Any, source)) if wake == "stream" else listener
+        self.table = table
+        channel = _ddl.wake_channel(self.schema) if table else message_prefix(self.schema)
+        if wake == "stream":
+            pg = cast(Any, source)
+            listener = StreamWakes(pg) if table else StreamRing(pg, channel, ring)
+        self._listener = listener
+        self.wakes = Wakes(listener, channel)
         self._clock = clock
         self._recorder = recorder
         self._own = None
         if isinstance(source, str):
-            SECRETS.add_from(source)
-            source = self._own = _pool(source)
+            source = self._own = pool_by(source, min_size=1, max_size=POOL_SIZE, name="outbox")
         self._reader = Reader(source, self.schema)
+        self._pages = listener if isinstance(listener, StreamRing) else self._reader
         self._consumers: WeakSet[OutboxConsumer] = WeakSet()
-        self._stack: AsyncExitStack | None = None
+        self._supervisor: Supervisor | None = None
+        self._stack = AsyncExitStack()
+        self._state = "new"
         self._reported: int | None = None
 
     # -- open and close ------------------------------------------------------------------------
@@ -156,16 +174,10 @@ class Outbox:
         `publish()` does not need it, nor does any method that runs one statement, if the outbox
         was given a pool that is open.
         """
-        if self._stack is not None:
+        if self._state != "new":
             raise PostgresError(f"{self!r} was opened before: create a new one")
-        self.wakes = Wakes(self._listener, _ddl.wake_channel(self.schema))
-        children = [Child("poll", self.wakes.poll), Child("watch", self._watch)]
-        if self._listener is not None:
-            children.append(Child("listen", self.wakes.listen))
-        if self.retain is not None:
-            children.append(Child("upkeep", self._upkeep))
         self._supervisor = Supervisor(
-            "outbox", children=children, clock=self._clock, recorder=self._recorder
+            "outbox", children=self._children(), clock=self._clock, recorder=self._recorder
         )
         async with AsyncExitStack() as stack:
             if self._own is not None:
@@ -174,12 +186,28 @@ class Outbox:
                 await self.install()
             await stack.enter_async_context(self._supervisor)
             self._stack = stack.pop_all()
+        self._state = "open"
+
+    def child(self) -> Child:
+        """Return the upkeep and the wake-ups as a child of a supervisor, in place of `open()`."""
+        self._state = "open"
+        return Supervisor.child("outbox", children=self._children())
+
+    def _children(self) -> list[Child]:
+        children = [Child("poll", self.wakes.poll)]
+        if self._listener is not None:
+            children.append(Child("listen", self.wakes.listen))
+        if self.table:
+            children.append(Child("watch", self._watch))
+        if self.table and self.retain is not None:
+            children.append(Child("upkeep", self._upkeep))
+        return children
 
     async def close(self) -> None:
         """End every consumer, store their cursors, and stop the upkeep."""
+        self._state = "closed"
         await asyncio.gather(*(consumer.aclose() for consumer in self._consumers))
-        if self._stack is not None:
-            await self._stack.aclose()
+        await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -199,7 +227,7 @@ class Outbox:
         :param payload: of any size; a str as it is, any other value as JSON.
         :param tenant: the tenant that the event belongs to; None for an event without a tenant.
         """
-        return publish(conn, self.schema, channel, payload, tenant)
+        return publish(conn, self.schema, channel, payload, tenant, table=self.table)
 
     def consume(
         self,
@@ -220,9 +248,13 @@ class Outbox:
         :param start: where a new consumer begins, and one that was reset goes on: "oldest" or
             "now". Or a cursor that the consumer has stored itself: it replaces the stored one.
         """
-        if self._stack is None:
-            raise PostgresError(f"{self!r} is not open: use `async with`")
         refuse("consume()", _filter_mistakes(channels))
+        if not self.table:
+            raise PostgresError(
+                "an outbox without a table stores no cursors: use read() or tail() with a cursor of"
+                " your own, or consume its messages with Postgres.changes()"
+            )
+        self._check_open()
         events = OutboxConsumer(
             self._reader, self.wakes, self.schema, consumer, channels, tenant, start
         )
@@ -249,9 +281,9 @@ class Outbox:
         except ValueError as error:
             reason = str(error)
         if cursor is None:
-            cursor = (await self._reader.page(None, 0)).server.oldest()
+            cursor = (await self._pages.page(None, 0)).server.oldest()
         if reason is None:
-            page = await self._reader.page(cursor, limit, channels, tenant)
+            page = await self._pages.page(cursor, limit, channels, tenant)
             reason = page.server.refuses(cursor)
             if reason is None:
                 last = page.events[-1].cursor if page.events else str(cursor)
@@ -269,16 +301,15 @@ class Outbox:
 
         :param after: the cursor to begin after; without one, with the events from now on.
         """
-        if self._stack is None:
-            raise PostgresError(f"{self!r} is not open: use `async with`")
+        self._check_open()
         held = Backoff(*HELD)
         cursor = None if after is None else Cursor.parse(after)
         if cursor is None:
-            cursor = (await self._reader.page(None, 0)).server.now()
+            cursor = (await self._pages.page(None, 0)).server.now()
             yield OutboxBatch([], str(cursor), None)
         while True:
             woken = self.wakes.next()
-            page = await self._reader.page(cursor, PAGE, channels)
+            page = await self._pages.page(cursor, PAGE, channels)
             if (reason := page.server.refuses(cursor)) is not None:
                 cursor = page.server.now()
                 yield OutboxBatch([], str(cursor), Reset(reason))
@@ -288,7 +319,7 @@ class Outbox:
                 held.succeed()
                 yield OutboxBatch(page.events, str(cursor), None)
             else:
-                await more_events(woken, held, page)
+                await self.wakes.more(woken, held, page.server)
 
     def place(self, cursor: str) -> tuple[int, int]:
         """Return what cursors are ordered by; raises `ValueError` for one that is not valid."""
@@ -346,14 +377,46 @@ class Outbox:
         self.last_status = await read_status(self._reader, show_queries=self._show_queries)
         return self.last_status
 
+    def statistics(self) -> dict[str, Any]:
+        """Return the state as plain data, as of the last query of it."""
+        return {
+            "schema": self.schema,
+            "wake": self.wake,
+            "woken": self.wakes.up,
+            "consumers_here": len(self._consumers),
+            "status": self.last_status and self.last_status.plain(),
+        }
+
+    def explain(self) -> str:
+        """Return as text what the consumers wait for, and what to do about it."""
+        found = self.last_status
+        head = "its state is not known" if found is None else str(found)
+        how = f"at each wake-up by {self.wake}" if self.wakes.up else "every second"
+        because = [f"its consumers read {how}"]
+        so = "there is nothing to do"
+        if found is not None and found.held_back is not None:
+            because.append(f"delivery is held back: {found.held_back}")
+            so = "end that transaction: commit it, or terminate its backend"
+        lines = [f"  because  {each}" for each in because]
+        return "\n".join([f"{self.schema}: {head}", *lines, f"  so       {so}"])
+
     @property
     def is_open(self) -> bool:
-        """Whether `open()` was called."""
-        return self._stack is not None
+        """Whether the outbox has been started, and not closed."""
+        return self._state == "open"
 
     def tree(self) -> Tree:
-        """Return the supervision tree."""
+        """Return the supervision tree of an outbox that runs alone."""
+        if self._supervisor is None:
+            raise PostgresError(f"{self!r} is not open, or is a part of another tree")
         return self._supervisor.tree()
+
+    def _check_open(self) -> None:
+        if (start := self.on_first_use) is not None and self._state == "new":
+            self.on_first_use = None
+            start()
+        if not self.is_open:
+            raise PostgresError(f"{self!r} is not open: use `async with`")
 
     async def _upkeep(self, ctx: Context) -> None:
         ctx.started()
@@ -376,7 +439,7 @@ class Outbox:
             await asyncio.sleep(WATCH_EVERY)
 
     def __repr__(self) -> str:
-        state = "not open" if self._stack is None else f"{len(self._consumers)} consumers"
+        state = f"{len(self._consumers)} consumers" if self.is_open else "not open"
         return f"<Outbox in schema {self.schema}: {state}>"
 
 
@@ -395,15 +458,3 @@ async def _attempt(failure: str, work: Callable[[], Coroutine[Any, Any, T]]) -> 
 
 def _filter_mistakes(channels: Sequence[str]) -> list[str]:
     return ["channels must be a list of str, not a str"] if isinstance(channels, str) else []
-
-
-def _pool(url: str) -> AsyncConnectionPool[psycopg.AsyncConnection[Any]]:
-    # No prepared statements: the URL may lead to a pooler.
-    return AsyncConnectionPool(
-        url,
-        kwargs={"autocommit": True, "prepare_threshold": None},
-        min_size=1,
-        max_size=POOL_SIZE,
-        open=False,
-        name="outbox",
-    )

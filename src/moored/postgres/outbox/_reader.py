@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -112,12 +113,15 @@ class OutboxEvent:
 
     @property
     def xid(self) -> int:
-        """The ID of the transaction that published the event."""
+        """The ID of the transaction that published it; without a table, the LSN of its commit."""
         return self._cursor.xid
 
     @property
     def id(self) -> int:
-        """The number of the event; numbers have gaps, and are not in order of the commits."""
+        """The number of the event; numbers have gaps, and are not in order of the commits.
+
+        Without a table, it is the number within the transaction.
+        """
         return self._cursor.id
 
     @property
@@ -210,6 +214,10 @@ class Reader:
                     pass
                 return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
+            # psycopg raises the error of a statement in place of the cancellation that ended it.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError from error
             raise translated(error) from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moored.kernel import counted, duration
 
@@ -88,6 +88,12 @@ class OutboxStatus(NamedTuple):
     oldest: float | None
     held_back: HeldBack | None
     consumers: tuple[ConsumerLag, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """Return it in types that JSON can represent."""
+        consumers = [{**each._asdict(), "cursor": str(each.cursor)} for each in self.consumers]
+        held = self.held_back and self.held_back._asdict()
+        return {**self._asdict(), "held_back": held, "consumers": consumers}
 
     def __str__(self) -> str:
         oldest = "empty" if self.oldest is None else f"oldest event {duration(self.oldest)} old"

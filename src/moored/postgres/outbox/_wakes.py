@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Protocol
 
-from moored.kernel import Clock, Context, describe
+from moored.kernel import Backoff, Clock, Context, describe
+
+from ._cursor import OutboxState
 
 log = logging.getLogger("moored.postgres")
 
@@ -38,6 +40,8 @@ class Wakes:
         self._subscribed = False
         self._next = asyncio.Event()
         self._last = 0.0
+        # The newest transaction that the stream has announced, without its epoch.
+        self._announced: int | None = None
         #: Notifications and gaps so far.
         self.notified = 0
 
@@ -56,6 +60,30 @@ class Wakes:
         woken, self._next = self._next, asyncio.Event()
         woken.set()
 
+    async def more(self, woken: asyncio.Event, held: Backoff, server: OutboxState) -> None:
+        """Wait until there may be more events than on a page that had none."""
+        # A transaction that holds events back may end without a notification.
+        waits = server.held or self.may_be_invisible(server.xmin)
+        if not waits:
+            held.succeed()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(held.fail() if waits else None):
+                await woken.wait()
+
+    def may_be_invisible(self, xmin: int) -> bool:
+        """Whether a transaction that was announced may not have ended for a reader with this xmin.
+
+        The change stream has a transaction as soon as its commit is in the WAL; readers see it a
+        moment later, or when a synchronous standby has it, too.
+        """
+        return self._announced is not None and (self._announced - xmin) % 2**32 < 2**31
+
+    def _announce(self, item: object) -> None:
+        if not isinstance(item, int):
+            self._announced = None
+        elif not self.may_be_invisible(item):  # the announced one is older
+            self._announced = item
+
     async def listen(self, ctx: Context) -> None:
         """Wake the consumers at each notification, until the subscription ends."""
         ctx.started()
@@ -66,11 +94,12 @@ class Wakes:
                     self._subscribed, level = True, logging.WARNING
                     # A notification before the subscription is lost.
                     self.wake()
-                    async for _ in events:
+                    async for item in events:
+                        self._announce(item)
                         self.notified += 1
                         self.wake()
             except Exception as error:
-                log.log(level, "the outbox is polled: it cannot subscribe: %s", describe(error))
+                log.log(level, "nothing wakes the outbox: it cannot subscribe: %s", describe(error))
                 level = logging.DEBUG
             finally:
                 self._subscribed = False

@@ -21,6 +21,20 @@ class OutboxCollector(SourceCollector[Outbox]):
         for name, text, value in _GAUGES:
             samples = [((outbox.schema,), value(status)) for outbox, status in known]
             yield gauge(f"moored_outbox_{name}", text, ("schema",), samples)
+        culprits = [
+            (outbox.schema, status.held_back, status.held_back.age or 0.0)
+            for outbox, status in known
+            if status.held_back is not None
+        ]
+        yield gauge(
+            "moored_outbox_held_back_transaction_seconds",
+            "Age of the transaction that events wait for; absent if they wait for none.",
+            ("schema", "pid", "application", "prepared", "query"),
+            [
+                ((schema, str(each.pid or ""), each.application, each.gid or "", each.query), age)
+                for schema, each, age in culprits
+            ],
+        )
         yield gauge(
             "moored_outbox_listener_up",
             "1 while notifications wake the consumers, 0 while they read every second.",
@@ -39,10 +53,6 @@ class OutboxCollector(SourceCollector[Outbox]):
         )
 
 
-def _held(status: OutboxStatus, field: str) -> float:
-    return float((status.held_back and getattr(status.held_back, field)) or 0.0)
-
-
 _GAUGES: tuple[tuple[str, str, Callable[[OutboxStatus], float]], ...] = (
     ("bytes", "Bytes of all partitions with their indexes.", lambda now: now.bytes),
     ("partitions", "Partitions.", lambda now: now.partitions),
@@ -50,16 +60,6 @@ _GAUGES: tuple[tuple[str, str, Callable[[OutboxStatus], float]], ...] = (
     (
         "held_back_seconds",
         "Time for which events have waited for the end of a transaction.",
-        lambda now: _held(now, "waiting"),
-    ),
-    (
-        "held_back_transaction_seconds",
-        "Age of the transaction that events wait for.",
-        lambda now: _held(now, "age"),
-    ),
-    (
-        "held_back_pid",
-        "Server process of the transaction that events wait for; 0 for none.",
-        lambda now: _held(now, "pid"),
+        lambda now: now.held_back.waiting if now.held_back else 0.0,
     ),
 )

@@ -1,0 +1,162 @@
+"""The outbox without a table: the last events of the change stream, in the memory of this process.
+
+An event is a transactional message of pg_logical_emit_message(). Its position is the LSN of the end
+of its commit, and its number within the transaction.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from .._errors import PostgresError
+from .._lsn import Lsn
+from .._position import History
+from ..consume import Reset, Transaction
+from ..decode import Emitted
+from ._cursor import Cursor, OutboxState
+from ._publish import encoded
+from ._reader import OutboxEvent, Page
+from ._stream_wakes import StreamWakes
+
+if TYPE_CHECKING:
+    from .._postgres import Postgres
+
+log = logging.getLogger("moored.postgres")
+
+#: The size of the payloads that are kept at most, in characters.
+RING_SIZE = 64 << 20
+#: Seconds until the stream must have delivered a message that was committed.
+ARRIVES = 10.0
+
+
+class StreamRing(StreamWakes):
+    """The last events, which the stream adds and wakes for, and pages of them."""
+
+    def __init__(self, pg: Postgres, prefix: str, limit: int) -> None:
+        super().__init__(pg)
+        self._prefix = prefix
+        self._limit = limit
+        self._kept: deque[OutboxEvent] = deque()
+        self._size = 0
+        # Everything after the floor, and up to the end, is kept; None before the stream has begun.
+        self._history: History | None = None
+        self._floor = (0, 0)
+        self._end = 0
+        self._arrived = asyncio.Event()
+
+    # -- the stream ----------------------------------------------------------------------------
+
+    async def _woken(self, name: str, channel: str) -> AsyncGenerator[object, None]:
+        async with self._pg.changes(name) as changes:
+            await self._begin()
+            async for txn in changes:
+                if isinstance(txn, Reset):
+                    await self._begin()
+                    yield txn
+                    continue
+                if self._receive(txn):
+                    yield txn
+                await txn.ack()
+
+    async def _begin(self) -> None:
+        """Forget all events: later ones follow the next transaction, which this commits."""
+        self._kept.clear()
+        self._size = 0
+        self._history = None
+        await self._mark()
+
+    async def _mark(self) -> int:
+        """Commit a message without an event; return an LSN that the stream passes with it."""
+        query = "select pg_logical_emit_message(true, %s, '')::text"
+        async with self._pg.connection() as conn:
+            row = await (await conn.execute(query, [self._prefix])).fetchone()
+        assert row is not None
+        return Lsn.parse(row[0])
+
+    def _receive(self, txn: Transaction) -> bool:
+        """Keep the events of a transaction in place of the oldest; return whether it has any."""
+        history, end = txn.position.history, int(txn.position.lsn)
+        if self._history is None:
+            self._history, self._floor = history, (end, 0)
+        elif end <= self._end:
+            return False
+        before = len(self._kept)
+        for event in self._events(txn, history, end):
+            self._kept.append(event)
+            self._size += len(event.payload)
+        found = len(self._kept) > before
+        while len(self._kept) > self._limit or (self._size > RING_SIZE and len(self._kept) > 1):
+            oldest = self._kept.popleft()
+            self._size -= len(oldest.payload)
+            self._floor = oldest._cursor.place
+        self._end = end
+        arrived, self._arrived = self._arrived, asyncio.Event()
+        arrived.set()
+        return found
+
+    def _events(self, txn: Transaction, history: History, end: int) -> Iterator[OutboxEvent]:
+        if txn.xid == 0:
+            return  # a message that is not transactional, and has no place in the order
+        messages = (each for each in txn if isinstance(each, Emitted))
+        found = [each.content for each in messages if each.prefix == self._prefix and each.content]
+        for number, content in enumerate(found, 1):
+            try:
+                read = json.loads(content)
+                channel, tenant = str(read["channel"]), read.get("tenant")
+                payload = encoded(read["payload"])
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                log.warning(
+                    "a message %r of the WAL is not an event, and is left out: it must be a JSON "
+                    "object with channel, payload and, if it has one, tenant (%r)",
+                    self._prefix,
+                    error,
+                )
+                continue
+            cursor = Cursor(history, end, number)
+            yield OutboxEvent(cursor, tenant, channel, payload, txn.commit_time)
+
+    # -- pages ---------------------------------------------------------------------------------
+
+    async def page(
+        self,
+        after: Cursor | None,
+        limit: int,
+        channels: Sequence[str] = (),
+        tenant: str | None = None,
+    ) -> Page:
+        """Return the kept events after a cursor; with None, only the state."""
+        await self._reach(0)
+        if after is not None and after.xid > self._end + 1:
+            # Another process has read further, or the server was restored: a later commit shows it.
+            await self._reach(await self._mark())
+        assert self._history is not None
+        state = OutboxState(
+            self._history, self._end + 1, self._end + 1, self._floor, found=True, held=False
+        )
+        if after is None:
+            return Page(state, [], complete=True)
+        newer = takewhile(lambda event: event._cursor.place > after.place, reversed(self._kept))
+        found = [
+            event
+            for event in newer
+            if (not channels or event.channel in channels) and tenant in (None, event.tenant)
+        ]
+        return Page(state, found[: -limit - 1 : -1], complete=len(found) <= limit)
+
+    async def _reach(self, lsn: int) -> None:
+        """Wait until the stream has begun, and has passed an LSN."""
+        try:
+            async with asyncio.timeout(ARRIVES):
+                while self._history is None or self._end < lsn:
+                    await self._arrived.wait()
+        except TimeoutError:
+            raise PostgresError(
+                f"the change stream has delivered nothing for {ARRIVES:g} s, so the last events are"
+                " not known: it is not active, or another process with this stream_id has it"
+            ) from None

@@ -1,0 +1,69 @@
+"""`Postgres.outbox`: started by its first consumer, and shown with its `Postgres`."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from tests.postgres.conftest import MakePostgres, make, sql, stream_id, streamed_url
+from tests.postgres.server import until
+
+from moored.broker.postgres import OutboxEvents
+from moored.postgres import ConfigurationError, PostgresError
+
+from .conftest import Sql
+from .reading import LIMIT, next_event, payloads, transaction
+
+__all__ = ["make", "sql", "stream_id", "streamed_url"]
+
+
+async def test_the_first_consumer_starts_the_outbox(
+    make: MakePostgres, sql: Sql, streamed_url: str
+) -> None:
+    async with make(show_queries=True) as pg:
+        await pg.outbox.install()
+        assert pg.statistics()["outbox"] is None
+        await pg.outbox.publish(sql, "orders", "1")
+        async with pg.outbox.consume("search") as events:
+            assert await payloads(events, 1) == ["1"]
+
+            async def woken() -> bool:
+                return pg.outbox.wakes.up
+
+            await until(woken)
+            assert pg.listener is not None
+            assert pg.listener.up
+            assert "outbox" in str(pg.tree())
+            async with transaction(streamed_url) as culprit:
+                await pg.outbox.publish(sql, "orders", "2")
+                await pg.outbox.status()
+                assert f"for backend {culprit.info.backend_pid}" in pg.explain()
+                held = pg.statistics()["outbox"]["status"]["held_back"]
+                assert held["pid"] == culprit.info.backend_pid
+            last = await next_event(events)
+            await last.ack()
+            leaving = events
+    # Closing has ended the consumer, and stored its cursor.
+    assert [item async for item in leaving] == []
+    async with make() as pg, pg.outbox.consume("search") as events:
+        await pg.outbox.publish(sql, "orders", "3")
+        assert await payloads(events, 1) == ["3"]
+    with pytest.raises(PostgresError, match="is not open"):
+        pg.outbox.consume("search")
+
+
+async def test_it_is_a_source_of_a_broker(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg, asyncio.timeout(LIMIT):
+        await pg.outbox.install()
+        events = OutboxEvents(pg.outbox).events()
+        await anext(events)
+        await pg.outbox.publish(sql, "orders", "1", tenant="acme")
+        assert (await anext(events))[:3] == ("orders", "1", "acme")
+        await events.aclose()
+
+
+async def test_without_an_installation_the_error_says_what_to_run(make: MakePostgres) -> None:
+    async with make() as pg:
+        with pytest.raises(ConfigurationError, match="moored outbox install"):
+            async with asyncio.timeout(LIMIT), pg.outbox.consume("search"):
+                pass
