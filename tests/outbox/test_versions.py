@@ -6,10 +6,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from tests.servers import require_server
 
 from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres.outbox import Outbox
+from moored.postgres.outbox.prometheus import OutboxCollector
 
+from .conftest import Sql
+from .reading import transaction
 from .test_gap import test_nothing_is_missed_or_repeated_while_connections_are_killed
 from .test_order import (
     test_late_commits_are_not_skipped,
@@ -41,12 +46,35 @@ __all__ = [
 ]
 
 
+SETTINGS = {"max_prepared_transactions": "4"}
+
+
 @pytest.fixture(scope="module", params=["installed", pytest.param("16", marks=pytest.mark.soak)])
 def postgres(request: pytest.FixtureRequest) -> Iterator[SyncEmbeddedPostgres]:
     """In the place of the newest one: a server of another version."""
     if request.param == "installed":
-        server = SyncEmbeddedPostgres(bin_dir=Path(require_server("postgres")).parent)
+        bin_dir = Path(require_server("postgres")).parent
+        server = SyncEmbeddedPostgres(bin_dir=bin_dir, options=SETTINGS)
     else:
-        server = SyncEmbeddedPostgres(version=int(request.param))
+        server = SyncEmbeddedPostgres(version=int(request.param), options=SETTINGS)
     with server:
         yield server
+
+
+async def test_a_prepared_transaction_is_reported_as_the_culprit(url: str, sql: Sql) -> None:
+    async with Outbox(url) as outbox:
+        async with transaction(url) as culprit:
+            await culprit.execute("prepare transaction 'forgotten'")
+        try:
+            await outbox.publish(sql, "orders", "1")
+            held = (await outbox.status()).held_back
+            assert held is not None
+            assert (held.pid, held.gid) == (None, "forgotten")
+            assert held.age is not None
+            assert "for prepared transaction 'forgotten', open for" in str(held)
+            registry = CollectorRegistry()
+            registry.register(OutboxCollector(outbox))
+            assert 'pid="",prepared="forgotten"' in generate_latest(registry).decode()
+        finally:
+            await sql.execute("rollback prepared 'forgotten'")
+        assert (await outbox.status()).held_back is None

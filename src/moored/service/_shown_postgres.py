@@ -10,6 +10,7 @@ from psycopg.conninfo import conninfo_to_dict
 from moored.kernel import SECRETS
 from moored.postgres import Health, Postgres
 from moored.postgres.listen.prometheus import ListenerCollector
+from moored.postgres.outbox.prometheus import OutboxCollector
 from moored.postgres.prometheus import PostgresCollector
 
 from ._errors import ServiceError
@@ -29,20 +30,22 @@ class ShownPostgres:
         self._part = part
         self._collector = PostgresCollector()
         self._listeners = ListenerCollector()
+        self._outboxes = OutboxCollector()
         self._reported_holder: int | None = None
-        wiring.collectors.extend((self._collector, self._listeners))
+        wiring.collectors.extend((self._collector, self._listeners, self._outboxes))
 
     @contextlib.contextmanager
     def shown(self, pg: Postgres, path: str) -> Iterator[None]:
         """Add the manager, which the child at `path` runs, to status, metrics and page."""
         wiring = self._wiring
-        wiring.machines.append(pg.machine)
+        wiring.machines[pg.machine] = self._part
         wiring.systems[path] = pg
         self._collector.add(pg)
+        self._outboxes.add(pg.outbox)
         unsubscribe = [pg.monitor.subscribe(lambda change: self._report_health(pg))]
         if (listener := pg.listener) is not None:
             if pg.notify_url:
-                wiring.machines.append(listener.machine)
+                wiring.machines[listener.machine] = self._part
             self._listeners.add(listener)
             unsubscribe.append(listener.monitor.subscribe(lambda _: self._report_health(pg)))
         self._report_health(pg)
@@ -52,12 +55,13 @@ class ShownPostgres:
             for each in unsubscribe:
                 each()
             self._collector.remove(pg)
+            self._outboxes.remove(pg.outbox)
             if listener is not None:
                 self._listeners.remove(listener)
                 if pg.notify_url:
-                    wiring.machines.remove(listener.machine)
+                    del wiring.machines[listener.machine]
             del wiring.systems[path]
-            wiring.machines.remove(pg.machine)
+            del wiring.machines[pg.machine]
             wiring.health(self._part, "starting", "the connection manager has stopped")
 
     def _report_health(self, pg: Postgres) -> None:

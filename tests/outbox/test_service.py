@@ -1,0 +1,36 @@
+"""The outbox of the service's database: in its status, its explanation and its metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.service.support import drop_slots
+from tests.service.test_database import service
+
+from .reading import payloads
+
+
+@pytest.fixture
+def url(postgres_url: str) -> Iterator[str]:
+    yield postgres_url
+    drop_slots(postgres_url)
+
+
+async def test_the_service_shows_the_outbox(url: str, tmp_path: Path) -> None:
+    async with (
+        service(url, tmp_path, notify_url=url) as it,
+        await psycopg.AsyncConnection.connect(url, autocommit=True) as sql,
+    ):
+        await it.until("active")
+        await it.pg.outbox.install()
+        async with it.pg.outbox.consume("search") as events:
+            await it.pg.outbox.publish(sql, "orders", "1")
+            assert await payloads(events, 1) == ["1"]
+            await it.pg.outbox.status()
+            text = (await it.client.get("/metrics")).text
+            assert 'moored_outbox_consumer_lag_seconds{consumer="search",schema="moored"}' in text
+            status = (await it.client.get("/v1/status")).text
+            assert '"outbox":{"schema":"moored"' in status.replace(" ", "")
