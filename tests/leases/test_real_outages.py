@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +23,18 @@ from moored.testing import base_seed, scaled
 from moored.testing.proxy import FaultProxy
 
 #: Seconds that one call of a store may take here.
-TIMEOUT = 0.4
-#: Three times what anything may take that waits for one call.
-LIMIT = 3 * TIMEOUT
+TIMEOUT = 1.0
+#: What anything may take on a busy machine that waits for one call.
+LIMIT = 10 * TIMEOUT
 #: How long a client may take to find out that its store is back: it asks every 5 s at last.
-RECOVERY = 15.0
+RECOVERY = 30.0
 
-FAULTS = thorough(["killed", "black_holed"], ["killed", "refused", "stalled", "black_holed"])
+FAULTS = ["killed", "refused", "stalled", "black_holed"]
+#: Each store, and each fault on either.
+CASES = thorough(
+    [("redis", "killed"), ("postgres", "black_holed")],
+    list(itertools.product(["redis", "postgres"], FAULTS)),
+)
 
 
 @dataclass
@@ -84,9 +90,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Place]:
 # -- many processes ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "fault", thorough(["killed", "black_holed"], ["killed", "stalled", "black_holed"])
-)
+@pytest.mark.parametrize(("place", "fault"), CASES, indirect=["place"])
 def test_the_limit_holds_for_a_fleet_through_an_outage(
     place: Place, fault: str, tmp_path: Path
 ) -> None:
@@ -96,7 +100,7 @@ def test_the_limit_holds_for_a_fleet_through_an_outage(
         place.harm(fault)
         # Longer than the ttl: every holder must have lost its lease.
         time.sleep(1.5)
-        assert "unavailable" in counts(fleet.events())
+        fleet.wait_for("unavailable")
         place.heal(fault)
         back = time.monotonic_ns()
         with within(RECOVERY, "all of them are answered again"):
@@ -107,7 +111,7 @@ def test_the_limit_holds_for_a_fleet_through_an_outage(
         seen = fleet.events()
         assert overfull(beliefs(seen), 4) is None
         assert counts(seen)["crashed"] == 0, seen
-        assert fleet.refill(4) < 3 * fleet.ttl
+        assert fleet.refill(4) < fleet.ttl + LIMIT
 
 
 def _answered(seen: list[Event], since: int) -> set[int]:
@@ -132,6 +136,16 @@ async def until(condition: Callable[[], bool], limit: float = RECOVERY) -> None:
             await asyncio.sleep(0.01)
 
 
+async def _quickest(call: Callable[[], Awaitable[Lease | None]]) -> float:
+    """Make a call that is refused a few times, and return how long it took the quickest time."""
+    took = []
+    for _ in range(5):
+        begin = time.monotonic()
+        assert await call() is None
+        took.append(time.monotonic() - begin)
+    return min(took)
+
+
 async def got(leases: Leases, *, limit: int = 3, ttl: float = 60.0) -> Lease:
     lease = await leases.acquire(KEY, limit=limit, ttl=ttl)
     assert lease is not None
@@ -139,7 +153,7 @@ async def got(leases: Leases, *, limit: int = 3, ttl: float = 60.0) -> Lease:
 
 
 @pytest.mark.every_loop
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("place", "fault"), CASES, indirect=["place"])
 async def test_local_leases_are_granted_while_the_store_is_down(place: Place, fault: str) -> None:
     async with (
         connect(place.url, on_unavailable="local", local_limit=2, timeout=TIMEOUT) as leases,
@@ -150,8 +164,8 @@ async def test_local_leases_are_granted_while_the_store_is_down(place: Place, fa
             local = await got(leases)
         assert local.local
         assert local.live
-        with within(LIMIT / 10, "the outage is known"):
-            assert await leases.acquire(KEY, limit=3) is None
+        # The outage is known: no call waits for the store.
+        assert await _quickest(lambda: leases.acquire(KEY, limit=3)) < TIMEOUT / 2
         assert leases.statistics().local == 1
         assert await leases.rate_limit("connects", rate=10.0).take() == 0.0
         # An exclusive lease of one process alone would be no such thing.
@@ -186,7 +200,7 @@ async def test_local_leases_beyond_the_limit_are_lost_after_the_outage(
             assert not local.live
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("place", "fault"), CASES, indirect=["place"])
 async def test_acquire_is_refused_while_the_store_is_down(place: Place, fault: str) -> None:
     async with connect(place.url, on_unavailable="refuse", timeout=TIMEOUT) as leases:
         brief, long = await got(leases, ttl=1.0), await got(leases)
@@ -196,7 +210,7 @@ async def test_acquire_is_refused_while_the_store_is_down(place: Place, fault: s
                 await leases.acquire(KEY, limit=3)
         with within(LIMIT, "a rate limit"), pytest.raises(StoreUnavailable):
             await leases.rate_limit("connects").take()
-        async with asyncio.timeout(3 * 1.0):
+        async with asyncio.timeout(LIMIT):
             error = await brief.lost()
         assert isinstance(error, LeaseLost)
         assert error.reason == "expired"

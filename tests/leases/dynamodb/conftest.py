@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -16,10 +17,19 @@ from tests.leases.scale import thorough
 
 from moored.kernel import Clock
 from moored.leases import Holder, Request
+from moored.leases._dynamodb import _link
 from moored.leases._dynamodb._time import ServerTime
 from moored.leases.dynamodb import CounterStore, DynamoConfig, SlotStore, open_store
 
 _numbers = itertools.count(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_session() -> Iterator[None]:
+    """Share the driver's session, which takes most of the CPU time of opening a store."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_link, "get_session", cache(_link.get_session))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,14 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.leases.conformance import OpenStore, StoreConformance, opening
+from tests.leases.conformance import (
+    LeaseConformance,
+    OpenStore,
+    RateConformance,
+    StoreConformance,
+    StoreTests,
+    opening,
+)
 from tests.leases.dynamodb.conftest import well_known
 from tests.leases.dynamodb.servers import DynamoServer
 from tests.leases.scale import thorough
@@ -20,11 +27,12 @@ from moored.testing import scaled
 SERVERS = ("dynamo_local", "ministack")
 
 
-class DynamoConformance(StoreConformance):
+class DynamoStores(StoreTests):
     """Opens stores that know the server's time as well as one does after some minutes of use."""
 
-    ttl = 1.2
-    many = scaled(250, least=60)
+    ttl = 0.6
+    many = scaled(250, least=30)
+    turns = scaled(15, least=6)
     layout = "slots"
 
     async def expire(self) -> None:
@@ -32,9 +40,10 @@ class DynamoConformance(StoreConformance):
         # hundreds of milliseconds.
         await self.pass_time(self.ttl + 1.0)
 
-    @pytest.fixture
-    def server(self) -> DynamoServer:
-        raise NotImplementedError("a subclass gives this fixture")
+    @pytest.fixture(params=thorough(["ministack"], SERVERS))
+    def server(self, request: pytest.FixtureRequest) -> DynamoServer:
+        server: DynamoServer = request.getfixturevalue(request.param)
+        return server
 
     @pytest.fixture
     async def open_store(
@@ -54,17 +63,14 @@ class DynamoConformance(StoreConformance):
             yield opener
 
 
-class TestSlots(DynamoConformance):
-    @pytest.fixture(params=thorough(["ministack"], SERVERS))
-    def server(self, request: pytest.FixtureRequest) -> DynamoServer:
-        server: DynamoServer = request.getfixturevalue(request.param)
-        return server
+class TestSlots(DynamoStores, StoreConformance):
+    pass
 
 
-class TestCounter(DynamoConformance):
+class TestCounter(DynamoStores, LeaseConformance):
     layout = "counter"
 
-    @pytest.fixture(params=thorough(["ministack"], SERVERS))
-    def server(self, request: pytest.FixtureRequest) -> DynamoServer:
-        server: DynamoServer = request.getfixturevalue(request.param)
-        return server
+
+@pytest.mark.soak  # both layouts share the code of rate limits
+class TestCounterRate(DynamoStores, RateConformance):
+    layout = "counter"

@@ -14,8 +14,8 @@ from moored.leases import LeaseError, StoreUnavailable
 from moored.leases.postgres import PostgresStore
 from moored.leases.postgres import open_store as open_postgres
 
-#: Seconds that a call of a far store may take.
-PATIENCE = 1.0
+#: Seconds that a call of a far store may take; a busy machine may stop everything for two.
+PATIENCE = 3.0
 
 Database = psycopg.Connection[tuple[Any, ...]]
 

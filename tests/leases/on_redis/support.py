@@ -16,8 +16,8 @@ from moored.leases.redis import open_store as open_redis
 
 Start = Callable[..., RedisServer]
 
-#: Seconds that a call of a far store may take.
-PATIENCE = 1.0
+#: Seconds that a call of a far store may take; a busy machine may stop everything for two.
+PATIENCE = 3.0
 
 
 def prefix_of(store: RedisStore) -> str:

@@ -12,6 +12,7 @@ import pytest
 from tests.leases.conformance import request
 from tests.leases.on_redis.support import PATIENCE, Start, refusal
 from tests.leases.redis_server import RedisServer
+from tests.leases.scale import thorough
 
 from moored.kernel import Clock
 from moored.leases import StoreMisconfigured, StoreUnavailable
@@ -22,7 +23,7 @@ from moored.testing.proxy import FaultProxy
 pytestmark = pytest.mark.every_loop
 
 
-@pytest.mark.parametrize("fault", ["stall", "black_hole"])
+@pytest.mark.parametrize("fault", thorough(["black_hole"], ["stall", "black_hole"]))
 async def test_a_silent_server_raises_within_the_timeout(
     far_store: RedisStore, proxy: FaultProxy, fault: str
 ) -> None:
