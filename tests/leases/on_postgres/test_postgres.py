@@ -84,12 +84,12 @@ async def test_a_call_that_waits_for_a_lock_times_out(
     with database.transaction():
         lock = "select pg_advisory_xact_lock(hashtextextended('moored.leases/moored/db', 0))"
         database.execute(lock)
-        with pytest.raises(StoreUnavailable, match="57014|did not answer"):
+        with pytest.raises(StoreUnavailable, match=r"57014|did not answer"):
             await far_store.acquire(request("db"))
         # The statement stops waiting in the server: it must not acquire a lease later.
         waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock'"
         async with asyncio.timeout(30):
-            while rows(database, waiting) != [(0,)]:
+            while rows(database, waiting) != [(0,)]:  # noqa: ASYNC110 - no event
                 await asyncio.sleep(0.01)
     assert await far_store.acquire(request("db")) is not None
 
