@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -152,21 +152,28 @@ async def idle_statements(seconds: float) -> tuple[float, float]:
 
 
 async def measure_all(report: Report, quick: bool) -> None:
-    async with EmbeddedPostgres() as server:
+    async with EmbeddedPostgres() as server, EmbeddedPostgres() as broken:
         url = server.url
         for name, values in (await latencies(url, 200 if quick else 2000)).items():
             report.add(f"notify_ms_p50{name}", quartiles(values, "ms"))
         rounds = 1 if quick else 5
-        inflight = [await inflight_blackhole(url) for _ in range(rounds)]
+        # They only wait, so they run at the same time.
+        inflight, idle, back, (direct, pooled) = await asyncio.gather(
+            repeated(rounds, lambda n: inflight_blackhole(url)),
+            repeated(rounds, lambda n: idle_blackhole(url, 0.5 + n)),
+            repeated(rounds, lambda n: long_outage(broken, 0.0 if quick else 60.0)),
+            idle_statements(10.0 if quick else 60.0),
+        )
         report.add("detect_ms_inflight_blackhole", spread(inflight, "ms"))
-        idle = [await idle_blackhole(url, 0.5 + n) for n in range(rounds)]
         report.add("detect_ms_idle_blackhole", spread(idle, "ms"))
-        outage = 0.0 if quick else 60.0
-        back = [await long_outage(server, outage) for _ in range(rounds)]
         report.add("recover_ms_after_return", spread(back, "ms"))
-    direct, pooled = await idle_statements(10.0 if quick else 60.0)
     report.add("idle_statements_per_minute", spread([direct], ""))
     report.add("idle_canaries_per_minute", spread([pooled], ""))
+
+
+async def repeated(rounds: int, work: Callable[[int], Coroutine[Any, Any, float]]) -> list[float]:
+    """Do the work once in each round."""
+    return [await work(number) for number in range(rounds)]
 
 
 def measure(report: Report, quick: bool) -> None:

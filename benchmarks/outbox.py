@@ -1,18 +1,28 @@
-"""Does an outbox miss events when connections die, and what does publishing and reading cost?"""
+"""Does an outbox miss events when connections die, and what does publishing and reading cost?
+
+`stream_vs_notify_…` compares the two ways to wake consumers, where each flush of the WAL takes 2 ms
+as on a disk or with a synchronous standby: events per second that are published, each in a
+transaction of its own, and consumed. NOTIFY holds a lock of the whole server during the flush, so
+that commits follow one after the other; without it, they share a flush. `wake_ms_p50_…` is the time
+from before `publish()` to the consumer, with one publisher.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import psycopg
 
-from _harness import Figure, Report, main, paired, spread
+from _harness import Figure, Report, main, paired, quartiles, spread
 from moored.embedded import SyncEmbeddedPostgres
-from moored.postgres.outbox import Outbox, Wake, ddl
+from moored.postgres import Listener, OutboxEvent, Postgres
+from moored.postgres.outbox import Outbox, OutboxConsumer, Wake, ddl
 
 # The tests are not installed: import them from the checkout.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -127,10 +137,109 @@ def read(report: Report, url: str, events: int, rounds: int) -> None:
         report.add(name, spread([side() for _ in range(rounds)], "/s"))
 
 
-def measure(report: Report, quick: bool) -> None:
+# -- two ways to wake consumers ------------------------------------------------------------------
+
+#: A flush takes at least 2 ms, whatever the disk, and commits that wait meanwhile share the next.
+SLOW_FLUSH = {"fsync": "on", "commit_delay": "2000", "commit_siblings": "0"}
+LIMIT = 60.0
+
+
+@asynccontextmanager
+async def woken(url: str, wake: Wake) -> AsyncIterator[tuple[Outbox, OutboxConsumer]]:
+    """An outbox and a consumer that is woken by NOTIFY, or by the change stream."""
+    install(url, wake)
+    async with AsyncExitStack() as stack:
+        if wake == "notify":
+            listener = await stack.enter_async_context(Listener(url))
+            outbox = Outbox(url, listener=listener)
+        else:
+            state_dir = stack.enter_context(tempfile.TemporaryDirectory())
+            pg = Postgres(url, messages=True, state_dir=state_dir, pool_size=4)
+            await pg.open()
+            stack.push_async_callback(pg.drop)
+            await pg.wait_until_active(LIMIT)
+            outbox = Outbox(pg, wake="stream")
+        await stack.enter_async_context(outbox)
+        consumer = await stack.enter_async_context(outbox.consume("bench"))
+        async with asyncio.timeout(LIMIT):
+            while not outbox.wakes.up:  # noqa: ASYNC110 - no event tells it
+                await asyncio.sleep(0.01)
+            yield outbox, consumer
+
+
+async def taken(consumer: OutboxConsumer, number: int) -> list[str]:
+    found = []
+    for _ in range(number):
+        event = await anext(consumer)
+        assert isinstance(event, OutboxEvent)
+        found.append(event.payload)
+        await event.ack()
+    return found
+
+
+def woken_rate(url: str, wake: Wake, writers: int, each: int) -> float:
+    """Return the events per second that writers publish, one at a time, and a consumer gets."""
+
+    async def write(name: int, outbox: Outbox) -> None:
+        async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+            for number in range(each):
+                await outbox.publish(conn, "orders", f"{name}/{number}")
+
+    async def run() -> float:
+        async with woken(url, wake) as (outbox, consumer):
+            begin = time.perf_counter()
+            reading = asyncio.create_task(taken(consumer, writers * each))
+            await asyncio.gather(*(write(name, outbox) for name in range(writers)))
+            found = await reading
+            seconds = time.perf_counter() - begin
+        if sorted(found) != sorted(f"{a}/{b}" for a in range(writers) for b in range(each)):
+            raise AssertionError("events are missing, or came twice")
+        return len(found) / seconds
+
+    return asyncio.run(run())
+
+
+def wake_latency(url: str, wake: Wake, number: int) -> Figure:
+    """Return the milliseconds from before `publish()` until the consumer has the event."""
+
+    async def run() -> list[float]:
+        found = []
+        async with (
+            woken(url, wake) as (outbox, consumer),
+            await psycopg.AsyncConnection.connect(url, autocommit=True) as conn,
+        ):
+            for n in range(number):
+                waiting = asyncio.ensure_future(taken(consumer, 1))
+                await asyncio.sleep(0.005)  # it waits for a wake-up
+                begin = time.perf_counter()
+                await outbox.publish(conn, "orders", str(n))
+                assert await waiting == [str(n)]
+                found.append((time.perf_counter() - begin) * 1000)
+        return found
+
+    return quartiles(asyncio.run(run()), "ms")
+
+
+def wakes(report: Report, quick: bool) -> None:
+    """Compare NOTIFY and the change stream as the wake-up."""
+    with SyncEmbeddedPostgres(options=SLOW_FLUSH) as server:
+        for writers, each in ((1, 40), (8, 20), (32, 15)):
+            figure = paired(
+                lambda n=writers, each=each: woken_rate(server.url, "stream", n, each),
+                lambda n=writers, each=each: woken_rate(server.url, "notify", n, each),
+                2 if quick else 7,
+            )
+            report.add(f"stream_vs_notify_{writers}_writers", figure)
     with SyncEmbeddedPostgres() as server:
-        gap(report, server.url, 1_000 if quick else 10_000, 5 if quick else 20)
-        publish(report, server.url, 3 if quick else 9)
+        for wake in ("notify", "stream"):
+            report.add(f"wake_ms_p50_{wake}", wake_latency(server.url, wake, 50 if quick else 500))
+
+
+def measure(report: Report, quick: bool) -> None:
+    wakes(report, quick)
+    with SyncEmbeddedPostgres() as server:
+        gap(report, server.url, 500 if quick else 10_000, 3 if quick else 20)
+        publish(report, server.url, 2 if quick else 9)
         read(report, server.url, 5_000 if quick else 50_000, 3)
     report.notes.append(
         f"{WRITERS} writers, transactions open for 0 to 30 ms; missed and duplicates are of two "
@@ -139,4 +248,4 @@ def measure(report: Report, quick: bool) -> None:
 
 
 if __name__ == "__main__":
-    main("outbox", __doc__ or "", measure)
+    main("outbox", (__doc__ or "").splitlines()[0], measure)
