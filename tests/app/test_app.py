@@ -237,8 +237,12 @@ async def test_a_pool_whose_server_is_killed_is_seen_and_comes_back() -> None:
         async with app:
             await app.ready(LIMIT)
             await asyncio.to_thread(server.kill)
-            await until(app, "starting")
-            assert "connecting fails" in app._running().monitor.conditions()["db_ready"].detail  # type: ignore[operator]
+            monitor = app._running().monitor
+            async with asyncio.timeout(LIMIT):
+                await monitor.wait_until(
+                    lambda now: "connecting fails" in str(monitor.conditions()["db_ready"].detail)
+                )
+            assert app.status == "starting"
             await asyncio.to_thread(server.start)
             await app.ready(LIMIT)
             async with db.connection(timeout=LIMIT) as conn:

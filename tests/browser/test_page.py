@@ -22,12 +22,13 @@ def service(postgres: SyncEmbeddedPostgres) -> Iterator[Running]:
         yield started
 
 
-def test_the_page_shows_conditions_tree_machines_and_events(service: Running, page: Page) -> None:
+def test_the_page_shows_parts_tree_machines_and_events(service: Running, page: Page) -> None:
     page.open(service.url)
     page.until(f"{STATUS} === 'active'")
     assert f"pid {service.process.pid}" in page.text("#about")
-    assert "postgres_ready" in page.text("#conditions")
-    assert "met" in page.text("#conditions")
+    assert page.text("#sentence") == "Everything works: 2 parts."
+    postgres = "[data-part=postgres]"
+    assert "active" in page.text(postgres)
     paths = "[...document.querySelectorAll('#tree [data-path]')].map(node => node.dataset.path)"
     assert page.evaluate(paths) == [
         "moored",
@@ -45,9 +46,11 @@ def test_the_page_shows_conditions_tree_machines_and_events(service: Running, pa
         "moored/postgres/manager/connection/manager/manager",
         "moored/http",
     ]
-    assert "streaming" in page.text("#machines")
-    assert "snapshot pool" in page.text("#stream")
-    assert "1 of 1, 0 in use, 0 waiting" in page.text("#stream")
+    assert "streaming" in page.text(f"{postgres} .machine")
+    lit = f"document.querySelector('{postgres} .step.lit').title"
+    page.until(f"{lit} === 'streaming'")
+    assert "snapshot pool" in page.text(postgres)
+    assert "1 of 1, 0 in use, 0 waiting" in page.text(postgres)
     assert "postgres/connection" in page.text("#events")
     assert page.complaints == []
 
@@ -70,7 +73,7 @@ def test_the_page_updates_when_postgres_is_killed_and_restarts(tmp_path: Path, p
         assert "SIGKILL" in page.evaluate(f"{server}.innerText")
         assert "by SIGKILL" in page.text("#events")
         # Steps are shown as descriptions, not by their names in the code.
-        for section in ("#conditions", "#machines", "#stream", "#events"):
+        for section in ("#sentence", "#parts", "#outages", "#events"):
             text = page.text(section)
             assert "start_" not in text, section
             assert "['" not in text, section
@@ -110,7 +113,7 @@ def test_the_page_requires_the_token_and_keeps_the_session(postgres_url: str, pa
         page.open(service.url)
         page.until(f"{STATUS} === 'active'")
 
-        page.evaluate("document.querySelector('form[action=\"/logout\"] button').click()")
+        page.evaluate("document.querySelector('form[action=\"logout\"] button').click()")
         page.until("document.querySelector('#token')")
 
 

@@ -50,9 +50,18 @@ def test_the_health_of_a_part_that_reports_none_follows_its_conditions() -> None
     assert health.status(conditions(lit=True, warm=True, ready=True)) == "active"
 
 
+def test_an_optional_part_makes_the_service_degraded_at_worst() -> None:
+    health = PartHealth({"lamp": ("lit",), "http": ("ready",)}, optional=["lamp"])
+    assert health.status(conditions(lit=False, ready=True)) == "degraded"
+    assert health.status(conditions(lit=False, ready=False)) == "starting"
+    assert health.ready(["http"], conditions(lit=False, ready=True))
+    assert not health.ready(["http", "lamp"], conditions(lit=False, ready=True))
+
+
 def test_the_health_that_a_part_reports_overrides_its_conditions() -> None:
     health = PartHealth({"lamp": ("lit",), "http": ("ready",)})
-    assert health.report("lamp", "waiting") == ("lit",)
+    health.report("lamp", "waiting")
+    assert health.conditions("lamp") == ("lit",)
     assert health.status(conditions(lit=False, ready=True)) == "waiting"
     assert health.status(conditions(lit=False, ready=False)) == "starting"
     health.report("lamp", "failed")

@@ -43,7 +43,7 @@ class Lamp:
         moves = {"dark": "lit", "lit": "dark"}
         chart = Chart(phases={"dark": (), "lit": ()}, moves=moves, initial="dark")
         self.machine = Machine("moored/lamp", chart, recorder=wiring.recorder)
-        wiring.machines.append(self.machine)
+        wiring.machines[self.machine] = "lamp"
         return [Child("bulb", self.run)]
 
     async def run(self, ctx: Context) -> None:

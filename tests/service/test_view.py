@@ -40,12 +40,19 @@ async def test_the_whole_state_is_plain_data() -> None:
     machine = Machine("door", chart)
     async with Supervisor("root", recorder=recorder) as root:
         view = View(
-            root.tree, monitor, health, recorder, Clock.current(), [machine], address="http://x"
+            root.tree,
+            monitor,
+            health,
+            recorder,
+            Clock.current(),
+            {machine: "lamp"},
+            address="http://x",
         )
         recorder.record("db", "lost", kind="failure", cause=ValueError("no route"), thing=object())
         state = json.loads(json.dumps(view.as_dict()))
     assert state["status"] == "starting"
     assert state["parts"] == {"lamp": "starting"}
+    assert state["sentence"] == "Not ready: lamp is starting."
     assert state["version"] == moored.__version__
     assert state["address"] == "http://x"
     assert state["uptime"] >= 0

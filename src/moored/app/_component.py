@@ -70,8 +70,8 @@ class ComponentContext:
     def machine(self, chart: Chart, **options: Any) -> Machine:
         """Return a state machine that is shown while this component runs."""
         made = Machine(self.path, chart, clock=self.clock, recorder=self.recorder, **options)
-        self._wiring.machines.append(made)
-        self._stack.callback(self._wiring.machines.remove, made)
+        self._wiring.machines[made] = self._entry.name
+        self._stack.callback(self._wiring.machines.pop, made)
         return made
 
     def metrics(self, collector: Collector) -> None:

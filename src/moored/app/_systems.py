@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any, Protocol
 
 from moored.broker import Broker
 from moored.broker.prometheus import BrokerCollector
-from moored.kernel import Child, Context, counted, describe
+from moored.kernel import Child, Context, Tree, counted, describe
 from moored.postgres import ConfigurationError, Postgres
 from moored.reservoir import AsyncConnectionPool
 from moored.reservoir.prometheus import ReservoirCollector
@@ -18,6 +20,9 @@ from moored.sessions import Sessions
 from moored.sessions.prometheus import SessionsCollector
 
 from ._parts import RETRY, STOP_TIMEOUT, Entry, Judgement, Shown, system_part
+
+#: Sessions in the tree: there may be thousands.
+SHOWN_SESSIONS = 20
 
 __all__ = ["broker_part", "pool_part", "postgres_part", "sessions_part"]
 
@@ -53,8 +58,12 @@ def pool_part(entry: Entry, pool: AsyncConnectionPool[Any]) -> Part:
             return "starting", "no connection is open yet"
         return "active", f"{counted(connected, 'connection')} to {reservoir.place}"
 
+    def numbers() -> dict[str, Any]:
+        found = pool.statistics()._asdict()
+        return {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()}
+
     shown = Shown(
-        lambda: pool.statistics()._asdict(),
+        numbers,
         lambda: f"{reservoir.describe()}\n  because  {reservoir.whereabouts()}",
     )
     return system_part(
@@ -70,14 +79,20 @@ def pool_part(entry: Entry, pool: AsyncConnectionPool[Any]) -> Part:
 def sessions_part(entry: Entry, sessions: Sessions) -> Part:
     """Return a part that keeps the sessions of all accounts."""
 
+    def states() -> Counter[str]:
+        return Counter(each["state"] for each in sessions.status())
+
     def judge() -> Judgement:
-        online = sum(each["state"] == "online" for each in sessions.status())
-        return "active", f"{counted(len(sessions), 'session')}, {online} online"
+        return "active", f"{counted(len(sessions), 'session')}, {states()['online']} online"
+
+    def tree() -> Tree:
+        whole = sessions.tree()
+        rest = len(whole.children) - SHOWN_SESSIONS
+        more = (Tree(f"{rest} more", "running", 0.0),) if rest > 0 else ()
+        return replace(whole, children=(*whole.children[:SHOWN_SESSIONS], *more))
 
     shown = Shown(
-        lambda: {"sessions": sessions.status(), "totals": sessions.totals()},
-        lambda: f"{judge()[1]}",
-        sessions.tree,
+        lambda: {"states": states(), "totals": sessions.totals()}, lambda: judge()[1], tree
     )
     return system_part(
         entry,

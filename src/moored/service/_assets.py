@@ -12,7 +12,12 @@ from starlette.responses import Response
 
 __all__ = ["asset", "login_page", "page"]
 
-_TYPES = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_TYPES = {
+    "icon.svg": "image/svg+xml",
+    "page.css": "text/css",
+    "page.js": "text/javascript",
+    "systems.js": "text/javascript",
+}
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
     "form-action 'self'; base-uri 'none'; frame-ancestors 'none'"

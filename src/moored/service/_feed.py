@@ -15,7 +15,7 @@ __all__ = ["Feed"]
 #: Seconds from an event to the next state: a restart is a burst of a dozen events.
 SETTLE = 0.15
 #: Seconds between two states without events: numbers such as positions change without an event.
-REFRESH = 5.0
+REFRESH = 2.0
 
 
 class Feed:

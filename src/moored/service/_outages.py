@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Any
 
 from moored.kernel import Clock, Recorder, duration
 
@@ -44,6 +45,19 @@ class PartOutages:
             outage.failures = tuple(self._failures(outage))
             outage.lasted = self._clock.monotonic() - outage.at
 
+    def as_list(self) -> list[dict[str, Any]]:
+        """Return the last outage of each part as plain data, the newest first."""
+        found = [
+            {
+                "part": part,
+                "wall": outage.wall,
+                "lasted": outage.lasted,
+                "because": list(self._causes(outage)),
+            }
+            for part, outage in self._last.items()
+        ]
+        return sorted(found, key=lambda each: -each["wall"])
+
     def lines(self, part: str) -> Iterator[str]:
         """Yield the last outage of a part as lines of an explanation."""
         outage = self._last.get(part)
@@ -52,14 +66,16 @@ class PartOutages:
         if outage.lasted is None:
             now = self._clock.monotonic() - outage.at
             yield f"  before   {part} worked until {_time(outage.wall)}, {duration(now)} ago"
-            failures = tuple(self._failures(outage))
         else:
             end = _time(outage.wall + outage.lasted)
             lasted = duration(outage.lasted)
             yield f"  before   {part} did not work for {lasted}, from {_time(outage.wall)} to {end}"
-            failures = outage.failures
-        for words in failures or (outage.detail,):
+        for words in self._causes(outage):
             yield f"  because  {words}"
+
+    def _causes(self, outage: _Outage) -> Iterable[str]:
+        failures = self._failures(outage) if outage.lasted is None else outage.failures
+        return list(failures) or [outage.detail]
 
     def _failures(self, outage: _Outage) -> Iterator[str]:
         shown = 0

@@ -51,8 +51,8 @@ class Wiring:
     health: Callable[[str, Status, str], None]
     #: Wait until these parts are ready.
     until_ready: Callable[[Sequence[str]], Awaitable[None]]
-    #: The machines that `/v1/status` and the page show; a part appends its own.
-    machines: list[Machine] = field(default_factory=list)
+    #: The machines that `/v1/status` and the page show, each with its part.
+    machines: dict[Machine, str] = field(default_factory=dict)
     #: The systems to show, by the path of the child that runs each; a part adds its own.
     systems: dict[str, System] = field(default_factory=dict)
     #: Further collectors for `/metrics`; a part appends its own while it is built.

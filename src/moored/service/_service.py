@@ -103,6 +103,7 @@ class Service:
             machines=self._wiring.machines,
             systems=self._wiring.systems,
             outage_of=self._outages.lines,
+            outages=self._outages.as_list,
             address=address_of(config, sockets),
         )
         streams, connections = BrowserStreams(), Connections()

@@ -6,20 +6,22 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moored._version import __version__
-from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree, describe
+from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree, counted, describe
 
-from ._health import PartHealth, Status
+from ._health import HTTP, PartHealth, Status, worst
 from ._part import System
 
 __all__ = ["View", "find_component", "grafted"]
 
 log = logging.getLogger("moored.service")
 
+#: The states of a part that needs no attention.
+WORKING = ("active", "sleeping")
 #: Events in a full state, which is sent at every change.
 RECENT = 50
 
@@ -51,13 +53,15 @@ class View:
     part_health: PartHealth
     recorder: Recorder
     clock: Clock
-    machines: Sequence[Machine] = ()
+    machines: Mapping[Machine, str] = field(default_factory=dict)
     #: The systems of the parts, by the path of the child that runs each.
     systems: Mapping[str, System] = field(default_factory=dict)
     #: The URL of the service.
     address: str = ""
     #: Returns the last outage of a part as lines of an explanation.
     outage_of: Callable[[str], Iterable[str]] = lambda part: ()
+    #: Returns the last outage of each part as plain data, the newest first.
+    outages: Callable[[], list[dict[str, Any]]] = list
     _began: float = field(init=False)
     _began_wall: float = field(init=False)
 
@@ -101,7 +105,11 @@ class View:
         """Return the whole state as plain data for JSON."""
         return {
             "status": self.status,
+            "sentence": self.sentence(),
             "parts": self.parts(),
+            "conditions_of": {part: self.part_health.conditions(part) for part in self.parts()},
+            "kinds": {self._label(path): _kind(path) for path in self.systems},
+            "outages": self.outages(),
             "version": __version__,
             "python": platform.python_version(),
             "pid": os.getpid(),
@@ -109,11 +117,27 @@ class View:
             "started_at": self._began_wall,
             "uptime": self.uptime,
             "conditions": self.monitor.as_dict()["conditions"],
-            "machines": [machine.as_dict() for machine in self.machines],
+            "machines": [
+                {**each.as_dict(), "part": part, "states": [str(one) for one in each.chart.states]}
+                for each, part in self.machines.items()
+            ],
             **{self._label(path): _numbers_of(each) for path, each in self.systems.items()},
             "tree": self.shown_tree().as_dict(),
             "events": [event.as_dict() for event in self.recorder.events(limit=RECENT)],
         }
+
+    def sentence(self) -> str:
+        """Return how the service is, in one sentence."""
+        states = self.parts()
+        bad = {part: state for part, state in states.items() if state not in WORKING}
+        if not bad:
+            return f"Everything works: {counted(len(states), 'part')}."
+        state = worst(bad.values())
+        part = next(each for each in bad if bad[each] == state)
+        why = ": ".join([state, *(line.split(None, 1)[1] for line in self._reasons(part))])
+        others = f"; {len(bad) - 1} more do not work" if len(bad) > 1 else ""
+        ready = "The service works, but" if HTTP[self.status] == 200 else "Not ready:"
+        return f"{ready} {part} is {why}{others}."
 
     def components(self) -> tuple[str, ...]:
         """Return the components that can be explained: all paths of the tree, and those that only
@@ -155,9 +179,11 @@ class View:
 
     def _health_of(self, part: str) -> Iterator[str]:
         """Yield the health of a part, and the details of its conditions."""
-        state = self.parts()[part]
-        yield state
-        conditions = self.monitor.conditions()
+        yield self.parts()[part]
+        yield from self._reasons(part)
+
+    def _reasons(self, part: str) -> Iterator[str]:
+        state, conditions = self.parts()[part], self.monitor.conditions()
         for name in self.part_health.conditions(part):
             if detail := conditions[name].detail:
                 yield f"  because  {detail.removeprefix(f'{state}: ')}"
@@ -215,6 +241,11 @@ def _with_health(tree: Tree, health: Mapping[str, Status], path: str = "") -> Tr
     state = own if tree.state == "running" and own != "active" else tree.state
     children = tuple(_with_health(child, health, path) for child in tree.children)
     return replace(tree, state=state, children=children)
+
+
+def _kind(path: str) -> str:
+    """Return the kind of a system: "manager" for "moored/postgres/manager"."""
+    return path.rpartition("/")[2]
 
 
 def _above(path: str) -> str:

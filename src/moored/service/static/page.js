@@ -6,13 +6,6 @@ const RETRY_AFTER = 2000;
 
 const byId = (id) => document.getElementById(id);
 
-function make(tag, className, text) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  if (text !== undefined) element.textContent = text; // never HTML: names and causes may contain any text
-  return element;
-}
-
 // Allow line breaks in a path after each slash.
 function breakable(element, path) {
   path.split("/").forEach((part, place) => {
@@ -20,16 +13,6 @@ function breakable(element, path) {
     element.append(part);
   });
   return element;
-}
-
-function duration(seconds) {
-  if (seconds < 10) return `${Math.max(seconds, 0).toFixed(1)} s`;
-  const whole = Math.round(seconds);
-  if (whole < 60) return `${whole} s`;
-  if (whole < 3600) return `${Math.floor(whole / 60)} m ${whole % 60} s`;
-  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} m`;
-  const days = Math.floor(whole / 86400);
-  return `${days} day${days === 1 ? "" : "s"} ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
 // Durations are counted on between two states, from their value at arrival.
@@ -55,71 +38,39 @@ function mark(element, place, value) {
   shown.set(place, value);
 }
 
-function condition([name, it]) {
-  const item = make("li");
-  const word = it.met ? "met" : "missing";
+// One card for each part: its health, why, and what its system shows.
+function part(name, state) {
+  const kind = state.kinds[name];
+  const card = make("section", "part");
+  card.dataset.part = name;
   const row = make("div", "row");
-  row.append(make("span", "name", name), make("span", `badge ${word}`, word), timeSince(it.for));
-  item.append(row);
-  if (it.detail) item.append(make("p", "detail", it.detail));
-  mark(item, `condition ${name}`, word);
-  return item;
-}
-
-function machine(it) {
-  const item = make("li");
-  const row = make("div", "row");
-  const at = it.doing;
-  row.append(make("span", "name", it.name), make("span", "badge", at), timeSince(it.for));
-  item.append(row);
-  const last = it.history[it.history.length - 1];
-  if (last) item.append(make("p", "detail", `because ${last.cause}`));
-  mark(item, `machine ${it.name}`, at);
-  return item;
-}
-
-function bytes(number) {
-  const units = ["bytes", "kB", "MB", "GB", "TB"];
-  let place = 0;
-  while (number >= 1024 && place < units.length - 1) {
-    number /= 1024;
-    place += 1;
+  const health = state.parts[name];
+  const conditions = state.conditions_of[name].map((each) => state.conditions[each]);
+  row.append(make("h2", "name", name), make("span", `badge ${health}`, health));
+  if (conditions.length) row.append(timeSince(Math.min(...conditions.map((each) => each.for))));
+  card.append(row);
+  for (const each of conditions) {
+    if (each.detail) card.append(make("p", "detail", each.detail.replace(`${health}: `, "")));
   }
-  return `${place ? number.toFixed(1) : number} ${units[place]}`;
+  const facts = make("ul", "facts");
+  if (kind) facts.append(...system(name, kind, state[name]));
+  const own = state.machines.filter((each) => each.part === name);
+  facts.append(...own.map(machine));
+  if (facts.children.length) card.append(facts);
+  mark(card, `part ${name}`, health);
+  return card;
 }
 
-function fact(name, text, word) {
+function outage(it) {
   const item = make("li");
   const row = make("div", "row");
-  row.append(make("span", "name", name));
-  if (word) row.append(make("span", `badge ${word}`, word));
+  const began = new Date(it.wall * 1000).toLocaleTimeString([], { hour12: false });
+  const text = it.lasted === null ? `since ${began}` : `for ${duration(it.lasted)}, from ${began}`;
+  row.append(make("span", "name", it.part), make("span", `badge ${it.lasted === null ? "failed" : ""}`, it.lasted === null ? "not working" : "recovered"));
   row.append(make("span", "detail", text));
   item.append(row);
-  if (word) mark(item, `fact ${name}`, word);
+  for (const cause of it.because) item.append(make("p", "detail", `because ${cause}`));
   return item;
-}
-
-// The replication stream: the holder of the lock, positions, slot, pools, consumers.
-function stream(it) {
-  const facts = [];
-  if (it.fatal) facts.push(fact("failed", it.fatal));
-  const holder = it.lock.holder;
-  if (holder) facts.push(fact("lock", `held by backend ${holder.pid} (${holder.application}, for ${duration(holder.age)})`));
-  for (const each of it.slot_blockers) {
-    facts.push(fact("slot", `waits for backend ${each.pid}, open for ${duration(each.age)}${each.query && ": " + each.query}`));
-  }
-  if (it.flushed) facts.push(fact("positions", `received ${it.received}, flushed ${it.flushed}, last seen ${it.last_seen}`));
-  if (it.lag) facts.push(fact("lag", `${bytes(it.lag.bytes)}, ${duration(it.lag.seconds)}`));
-  if (it.slot.retained !== null) facts.push(fact("slot", `${it.slot.name} keeps ${bytes(it.slot.retained)} of log`));
-  for (const [role, pool] of Object.entries(it.pools)) {
-    const numbers = `${pool.connected} of ${pool.max_size}, ${pool.in_use} in use, ${pool.waiting} waiting`;
-    facts.push(fact(`${role} pool`, numbers, pool.state));
-  }
-  for (const [name, each] of Object.entries(it.consumers)) {
-    const where = each.attached ? "here" : "away";
-    facts.push(fact(name, `consumer, ${where}, at ${each.acknowledged || "its beginning"}, ${each.outstanding} outstanding`));
-  }
-  return facts;
 }
 
 function node(it, above) {
@@ -171,7 +122,7 @@ function showStatus(word) {
   if (pill.textContent === word) return;
   pill.textContent = word;
   pill.className = `pill ${word}`;
-  document.title = word === "active" ? "moored" : `${word} · moored`;
+  document.title = word === "active" ? byId("service").textContent : `${word} · ${byId("service").textContent}`;
 }
 
 let process = null;
@@ -182,21 +133,17 @@ function showState(state) {
     process = state.started_at;
     newest = 0;
     shown.clear();
+    histories.clear();
     byId("events").replaceChildren();
   }
   showStatus(state.status);
   byId("about").replaceChildren(`${state.version} · pid ${state.pid} · `, timeSince(state.uptime, "up "));
-  byId("conditions").replaceChildren(...Object.entries(state.conditions).map(condition));
+  byId("service").textContent = state.tree.name;
+  byId("sentence").textContent = state.sentence;
+  byId("parts").replaceChildren(...Object.keys(state.parts).filter((name) => name !== "http").map((name) => part(name, state)));
   byId("tree").replaceChildren(node(state.tree, ""));
-  byId("machines").replaceChildren(...state.machines.map(machine));
-  byId("machines-section").hidden = state.machines.length === 0;
-  byId("stream-section").hidden = !state.postgres;
-  if (state.postgres && state.postgres.error) {
-    byId("stream").replaceChildren(fact("broken", state.postgres.error));
-  } else if (state.postgres) {
-    byId("stream-id").textContent = state.postgres.stream_id;
-    byId("stream").replaceChildren(...stream(state.postgres));
-  }
+  byId("outages").replaceChildren(...state.outages.map(outage));
+  byId("outages-section").hidden = state.outages.length === 0;
   state.events.forEach(addEvent);
 }
 

@@ -1,0 +1,205 @@
+// How each kind of system is shown in its card: gauges, facts, state machines, and numbers over time.
+"use strict";
+
+function make(tag, className, text) {
+  const element = document.createElement(tag);
+  if (className) element.className = className;
+  if (text !== undefined) element.textContent = text; // never HTML: names and causes may contain any text
+  return element;
+}
+
+function duration(seconds) {
+  if (seconds < 10) return `${Math.max(seconds, 0).toFixed(1)} s`;
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} m ${whole % 60} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${Math.floor((whole % 3600) / 60)} m`;
+  const days = Math.floor(whole / 86400);
+  return `${days} day${days === 1 ? "" : "s"} ${Math.floor((whole % 86400) / 3600)} h`;
+}
+
+function bytes(number) {
+  const units = ["bytes", "kB", "MB", "GB", "TB"];
+  let place = 0;
+  while (number >= 1024 && place < units.length - 1) {
+    number /= 1024;
+    place += 1;
+  }
+  return `${place ? number.toFixed(1) : number} ${units[place]}`;
+}
+
+function fact(name, text, word) {
+  const item = make("li");
+  const row = make("div", "row");
+  row.append(make("span", "name", name));
+  if (word) row.append(make("span", `badge ${word}`, word));
+  row.append(make("span", "detail", text));
+  item.append(row);
+  return item;
+}
+
+// -- numbers over time: kept in the page, since it was opened ---------------------------------------
+
+const KEPT = 60;
+const SVG = "http://www.w3.org/2000/svg";
+const histories = new Map();
+
+function drawn(tag, attributes) {
+  const element = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
+  return element;
+}
+
+// A line of the last values. A counter is shown as its rate per second.
+function overTime(place, name, value, { counter = false, show = (number) => String(number) } = {}) {
+  const key = `${place} ${name}`;
+  const past = histories.get(key) || { points: [], last: null };
+  const now = performance.now() / 1000;
+  if (counter && past.last && now > past.last.at) {
+    past.points.push(Math.max(0, (value - past.last.value) / (now - past.last.at)));
+  } else if (!counter) {
+    past.points.push(value);
+  }
+  past.points = past.points.slice(-KEPT);
+  past.last = { at: now, value };
+  histories.set(key, past);
+  const newest = past.points.length ? past.points[past.points.length - 1] : 0;
+  const text = counter ? `${newest.toFixed(1)}/s` : show(newest);
+  const item = make("li", "line");
+  const top = Math.max(...past.points, 1e-9);
+  const line = past.points.map((each, at) => `${100 - ((past.points.length - 1 - at) / (KEPT - 1)) * 100},${19 - (each / top) * 18}`).join(" ");
+  const picture = drawn("svg", { viewBox: "0 0 100 20", preserveAspectRatio: "none", role: "img", "aria-label": `${name}: ${text}` });
+  picture.append(drawn("polyline", { points: line }));
+  item.append(make("span", "name", name), picture, make("span", "detail", text));
+  return item;
+}
+
+// -- gauges ----------------------------------------------------------------------------------------
+
+function gauge(label, used, ready, most) {
+  const item = make("li", "gauge");
+  const bar = make("div", "meter");
+  bar.setAttribute("role", "meter");
+  bar.setAttribute("aria-label", label);
+  bar.setAttribute("aria-valuemin", "0");
+  bar.setAttribute("aria-valuemax", String(most));
+  bar.setAttribute("aria-valuenow", String(used));
+  for (const [kind, number] of [["used", used], ["free", ready]]) {
+    const part = make("span", kind);
+    part.style.flexGrow = String(number);
+    bar.append(part);
+  }
+  const rest = make("span");
+  rest.style.flexGrow = String(Math.max(0, most - used - ready));
+  bar.append(rest);
+  item.append(bar, make("span", "detail", `${used} in use, ${ready} ready, of ${most}`));
+  return item;
+}
+
+const total = (counts) => Object.values(counts).reduce((sum, each) => sum + each, 0);
+
+function pool(place, it) {
+  return [
+    gauge(`${place}: connections`, it.in_use, it.size, it.max_size),
+    overTime(place, "in use", it.in_use),
+    overTime(place, "waiting", it.waiting),
+    overTime(place, "births", it.refills, { counter: true }),
+    overTime(place, "deaths", total(it.discards), { counter: true }),
+    overTime(place, "refused", it.refused + it.timeouts, { counter: true }),
+    fact("budget", `${Math.floor(it.rate_tokens_left)} connects allowed now, ${it.leases_held} leases held`),
+  ];
+}
+
+// -- a state machine, with the current step lit ----------------------------------------------------
+
+function machine(it) {
+  const item = make("li", "machine");
+  const row = make("div", "row");
+  row.append(make("span", "name", it.name), make("span", "badge", it.doing), timeSince(it.for));
+  item.append(row);
+  const phases = make("ol", "phases");
+  const current = it.step ? `${it.phase}/${it.step}` : it.phase;
+  for (const state of it.states) {
+    const [phase, step] = state.split("/");
+    let box = [...phases.children].find((each) => each.dataset.phase === phase);
+    if (!box) {
+      box = make("li", "phase");
+      box.dataset.phase = phase;
+      box.append(make("span", "phase-name", phase.replaceAll("_", " ")));
+      phases.append(box);
+    }
+    const lit = state === current;
+    const dot = make("span", lit ? "step lit" : "step");
+    dot.title = (step || phase).replaceAll("_", " ");
+    if (lit) dot.setAttribute("aria-current", "step");
+    box.append(dot);
+    if (lit) box.classList.add("lit");
+  }
+  item.append(phases);
+  const last = it.history[it.history.length - 1];
+  if (last) item.append(make("p", "detail", `because ${last.cause}`));
+  return item;
+}
+
+// -- Postgres: lock, positions, slot, pools, consumers, listener, outbox ---------------------------
+
+function manager(place, it) {
+  const facts = [];
+  if (it.fatal) facts.push(fact("failed", it.fatal));
+  const holder = it.lock.holder;
+  if (holder) facts.push(fact("lock", `held by backend ${holder.pid} (${holder.application}, for ${duration(holder.age)})`));
+  for (const each of it.slot_blockers) {
+    facts.push(fact("slot", `waits for backend ${each.pid}, open for ${duration(each.age)}${each.query && ": " + each.query}`));
+  }
+  if (it.flushed) facts.push(fact("positions", `received ${it.received}, flushed ${it.flushed}, last seen ${it.last_seen}`));
+  if (it.lag) facts.push(overTime(place, "lag", it.lag.bytes, { show: (number) => `${bytes(number)}, ${duration(it.lag.seconds)}` }));
+  if (it.slot.retained !== null) facts.push(overTime(place, "retained log", it.slot.retained, { show: bytes }));
+  facts.push(overTime(place, "transactions", it.transactions, { counter: true }));
+  for (const [role, each] of Object.entries(it.pools)) {
+    const numbers = `${each.connected} of ${each.max_size}, ${each.in_use} in use, ${each.waiting} waiting`;
+    facts.push(fact(`${role} pool`, numbers, each.state));
+  }
+  for (const [name, each] of Object.entries(it.consumers)) {
+    const where = each.attached ? "here" : "away";
+    facts.push(fact(name, `consumer, ${where}, at ${each.acknowledged || "its beginning"}, ${each.outstanding} outstanding`));
+  }
+  if (it.listener) {
+    const said = it.listener.up ? "" : it.listener.failure || "not connected yet";
+    facts.push(fact("listener", said, it.listener.up ? "ready" : "missing"));
+    if (it.listener.canary_seconds) facts.push(overTime(place, "canary", it.listener.canary_seconds, { show: (n) => `${(n * 1000).toFixed(1)} ms` }));
+  }
+  return facts;
+}
+
+function broker(place, it) {
+  return [
+    overTime(place, "subscribers", it.subscribers, { show: (number) => `${number} of ${it.tenants} tenants` }),
+    overTime(place, "delivered", it.delivered, { counter: true }),
+    overTime(place, "dropped", total(it.dropped), { counter: true }),
+    fact("resets", `${total(it.resets)}, ${it.replayed} events replayed, buffers held at most ${it.buffer_high_water}`),
+  ];
+}
+
+function sessions(place, it) {
+  const facts = Object.entries(it.states).map(([state, number]) => fact(state, String(number)));
+  for (const [protocol, counts] of Object.entries(it.totals)) {
+    for (const name of ["acked", "rejected", "not_sent", "unknown"]) {
+      if (counts[name]) facts.push(overTime(place, `${protocol} ${name}`, counts[name], { counter: true }));
+    }
+  }
+  return facts;
+}
+
+// Everything else: plain numbers and texts.
+function plain(place, it) {
+  return Object.entries(it)
+    .filter(([, value]) => value !== null && typeof value !== "object")
+    .map(([name, value]) => fact(name.replaceAll("_", " "), String(value)));
+}
+
+const SYSTEMS = { pool, manager, broker, sessions };
+
+function system(place, kind, it) {
+  if (it.error) return [fact("broken", it.error)];
+  return (SYSTEMS[kind] || plain)(place, it);
+}
