@@ -78,7 +78,7 @@ class Postgres:
     :param recreate_slot: drop the slot at the start, and with it all unconsumed changes.
     :param failover_slot: let standbys keep a copy of the slot (PostgreSQL 17 and later).
     :param binary: receive values in binary format (PostgreSQL 14 and later); values that psycopg
-        cannot load from it, as those of types that are not built in, are bytes then.
+        cannot load from it, as those of types of extensions, are bytes then.
     :param messages: receive the messages of pg_logical_emit_message().
     :param connect_timeout: the timeout of one connection attempt, in seconds.
     :param shutdown_timeout: after so many seconds, `close()` aborts the remaining connections.

@@ -29,9 +29,9 @@ class Reset(NamedTuple):
     """Changes were missed, or the server's history is not the one that was consumed so far.
 
     The database was restored from a backup or replaced, or has lost the slot; or a table was
-    dropped and created again, renamed, or removed from the publication. Take a new copy of the
-    tables: they are published again, and every change after the copy follows. The reset counts as
-    handled when the next item is requested.
+    dropped and created again, renamed, removed from the publication, or rewritten by ALTER TABLE.
+    Take a new copy of the tables: they are published again, and every change after the copy
+    follows. The reset counts as handled when the next item is requested.
     """
 
     reason: str

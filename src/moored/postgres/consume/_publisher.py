@@ -110,6 +110,8 @@ class Publisher:
         self._hub = hub
         self._publication = settings.publication_name
         self._manual = settings.manual_publication
+        # A publication that the user has named may have others who use it.
+        self._removes = not settings.manual_publication and not settings.publication
         self._keyless: set[str] = set()
         self._gone: set[str] = set()
 
@@ -117,7 +119,7 @@ class Publisher:
         """Publish and confirm tables; return those that are locked by other sessions or missing."""
         # Weak references: a consumer whose last reference is dropped meanwhile is detached.
         consumers = [weakref.ref(changes) for changes in self._hub.attached()]
-        if not consumers and not self._hub.unused([]):
+        if not consumers and not (self._removes and self._hub.unused([])):
             return []
         found, busy = await uncancelled(conn, self._publish_unconfirmed(conn, consumers))
         waiting: set[str] = set()
@@ -137,7 +139,7 @@ class Publisher:
         found = await self._query_tables(conn, consumers)
         if any(not table.publication for table in found.values()):
             raise StreamEnded(f'publication "{self._publication}" does not exist')
-        if unused := self._hub.unused(found.values()):
+        if self._removes and (unused := self._hub.unused(found.values())):
             await self._remove(conn, unused)
         unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
         if unconfirmed:
@@ -193,7 +195,7 @@ class Publisher:
         return {} if self._manual else {name: found[name] for name in found if name in unconfirmed}
 
     def _is_confirmed(self, table: Table, followed: Followed | None) -> bool:
-        known = followed is None or followed == table.followed
+        known = followed is None or followed.difference(table.followed) is None
         return table.published and table.complete and known
 
     def _problem(self, name: str, table: Table | None, followed: Followed | None) -> str | None:
@@ -234,7 +236,7 @@ class Publisher:
         return "; ".join(
             [
                 # Without the lock, what running transactions have written would be missing.
-                *([f"BEGIN; LOCK TABLE {added} IN SHARE MODE"] if added else []),
+                *([f"BEGIN; LOCK TABLE {added} IN {_lock_mode(keyless)} MODE"] if added else []),
                 *([f"{altered} SET ({', '.join(options)})"] if options else []),
                 *([f"{altered} ADD TABLE {added}"] if added else []),
                 *map(_full_identity, keyless),
@@ -292,12 +294,11 @@ class Publisher:
         publication = sql.Identifier(self._publication)
         listed = sql.SQL(", ").join(_identifier(each) for each in tables.values())
         keyless = [leaf for each in tables.values() if each.is_new for leaf in each.keyless]
-        # To set a replica identity takes the strongest lock: taking it later could deadlock.
-        mode = "ACCESS EXCLUSIVE" if keyless else "SHARE"
         async with conn.transaction():
             await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
             lock = sql.SQL("LOCK TABLE {} IN {} MODE {}")
-            await conn.execute(lock.format(listed, sql.SQL(mode), sql.SQL(nowait)))
+            mode = sql.SQL(_lock_mode(keyless))
+            await conn.execute(lock.format(listed, mode, sql.SQL(nowait)))
             now = list((await self._catalog(conn, tables)).values())
             if options := _options(now):
                 change = sql.SQL("ALTER PUBLICATION {} SET ({})")
@@ -330,7 +331,7 @@ class Publisher:
         # A consumer that attaches meanwhile must wait until its tables are published again.
         self._hub.published.clear()
         query = {"publication": self._publication, "entries": list(entries)}
-        if not self._manual and (tables := await _admin.rows(conn, _ENTRIES, **query)):
+        if tables := await _admin.rows(conn, _ENTRIES, **query):
             drop = sql.SQL("ALTER PUBLICATION {} DROP TABLE {}")
             named = sql.SQL(", ").join(sql.Identifier(*each) for each in tables)
             try:
@@ -341,6 +342,7 @@ class Publisher:
             except _REFUSED as error:
                 log.warning("tables without consumers are still published: %s", describe(error))
             else:
+                await conn.commit()
                 log.info("no longer published: %s", ", ".join(".".join(each) for each in tables))
         await self._hub.keep_added(removed=entries)
 
@@ -392,6 +394,11 @@ def _options(tables: Sequence[Table]) -> list[str]:
     if not all(each.complete for each in tables):
         options.append(_EVERYTHING)
     return options
+
+
+def _lock_mode(keyless: Sequence[str]) -> str:
+    # To set a replica identity takes the strongest lock: taking it later could deadlock.
+    return "ACCESS EXCLUSIVE" if keyless else "SHARE"
 
 
 def _full_identity(table: str) -> str:

@@ -42,7 +42,7 @@ __all__ = ["Manager", "SubsystemFailed"]
 
 log = logging.getLogger("moored.postgres")
 
-#: How often the slot and its retained WAL are checked, in seconds.
+#: How often the retained WAL of the slot is checked, in seconds.
 WATCH_EVERY = 10.0
 #: The shortest time between two restarts of the stream for consumers that attach again, in seconds.
 REWIND_EVERY = 5.0
@@ -132,7 +132,7 @@ class Manager:
                 assert self.client is not None
                 self.client.start_streaming()
                 failed = self._core.subsystem_failed
-                await self._parts.start("watch", self._watch, failed)
+                await self._parts.start("watch", self._watch)
                 await self._parts.start("publish", self._keep_published, failed)
             case Act.SET:
                 self._monitor.set(action.name, detail=action.detail or None)
@@ -354,21 +354,17 @@ class Manager:
                     self._emit("replication_slot_unblock_unavailable", str(e))
 
     async def _watch(self) -> None:
-        """Check periodically the slot, and how much WAL the server retains for it."""
-        slot = self._settings.slot_name
+        """Check periodically how much WAL the server retains for the slot."""
         while True:
-            client = self.client
             try:
                 async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
-                    self.retained = await _admin.retained(conn, slot)
+                    self.retained = await _admin.retained(conn, self._settings.slot_name)
             except (psycopg.Error, OSError, TimeoutError) as error:
                 log.debug("the retained WAL could not be queried: %s", describe(error))
             else:
                 self.retained_at = self._clock.monotonic()
-                if self.retained is None and client is self.client and self._core.is_running:
-                    raise StreamEnded(f'replication slot "{slot}" does not exist')
                 await self._limit_retained()
-            await asyncio.sleep(min(WATCH_EVERY, self._settings.check_every))
+            await asyncio.sleep(WATCH_EVERY)
 
     async def _limit_retained(self) -> None:
         limit, kept = self._settings.max_retained_wal, self.retained

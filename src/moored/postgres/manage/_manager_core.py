@@ -102,11 +102,6 @@ class ManagerCore:
         #: Whether it was ever active: from then on, every error may be temporary.
         self.was_active = False
 
-    @property
-    def is_running(self) -> bool:
-        """Whether streaming was requested, and has not failed since."""
-        return self.machine.phase == "running"
-
     def start(self, cause: str = "started") -> Actions:
         """Start, or restart, the connection subsystem."""
         if self.machine.history:
@@ -161,7 +156,7 @@ class ManagerCore:
 
     def rewind(self) -> Actions:
         """Restart the stream for a consumer that needs transactions again."""
-        if not self.is_running:
+        if self.machine.phase != "running":
             return []  # the stream has not started yet, and will start early enough
         self.machine.move("connection_setup", cause="a consumer attached again")
         why = "the stream is restarted for a consumer that attached again"
@@ -215,7 +210,7 @@ class ManagerCore:
 
     def stalled(self, stalled: bool) -> Actions:
         """React to a consumer that has stopped all others for too long, or to its recovery."""
-        if not self.is_running:
+        if self.machine.phase != "running":
             return []
         why = "reading is paused: the queue of a consumer is full" if stalled else ""
         return [Action(Act.SET, "shape_log_collector_ready", detail=why)]
