@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import psycopg
@@ -224,11 +225,9 @@ def wakes(report: Report, quick: bool) -> None:
     """Compare NOTIFY and the change stream as the wake-up."""
     with SyncEmbeddedPostgres(options=SLOW_FLUSH) as server:
         for writers, each in ((1, 40), (8, 20), (32, 15)):
-            figure = paired(
-                lambda n=writers, each=each: woken_rate(server.url, "stream", n, each),
-                lambda n=writers, each=each: woken_rate(server.url, "notify", n, each),
-                2 if quick else 7,
-            )
+            stream = partial(woken_rate, server.url, "stream", writers, each)
+            notify = partial(woken_rate, server.url, "notify", writers, each)
+            figure = paired(stream, notify, 2 if quick else 7)
             report.add(f"stream_vs_notify_{writers}_writers", figure)
     with SyncEmbeddedPostgres() as server:
         for wake in ("notify", "stream"):

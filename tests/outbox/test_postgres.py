@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 from tests.postgres.conftest import MakePostgres, make, sql, stream_id, streamed_url
 from tests.postgres.server import until
 
+from moored.broker import SourceEvent
 from moored.broker.postgres import OutboxEvents
 from moored.postgres import ConfigurationError, PostgresError
 
@@ -55,11 +57,13 @@ async def test_the_first_consumer_starts_the_outbox(
 async def test_it_is_a_source_of_a_broker(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg, asyncio.timeout(LIMIT):
         await pg.outbox.install()
-        events = OutboxEvents(pg.outbox).events()
-        await anext(events)
-        await pg.outbox.publish(sql, "orders", "1", tenant="acme")
-        assert (await anext(events))[:3] == ("orders", "1", "acme")
-        await events.aclose()
+        async with aclosing(OutboxEvents(pg.outbox).events()) as events:
+            await anext(events)
+            await pg.outbox.publish(sql, "orders", "1", tenant="acme")
+            found = [await anext(events)]
+            while not isinstance(found[-1], SourceEvent):
+                found.append(await anext(events))
+            assert found[-1][:3] == ("orders", "1", "acme")
 
 
 async def test_without_an_installation_the_error_says_what_to_run(make: MakePostgres) -> None:

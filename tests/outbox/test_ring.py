@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
 import psycopg
 import pytest
 from tests.postgres.conftest import MakePostgres, make, stream_id, streamed_url
 
+from moored.broker import SourceEvent, SourceGap
 from moored.broker.postgres import OutboxEvents
 from moored.postgres import ConfigurationError, Outbox, OutboxBatch, Postgres, PostgresError
 
@@ -154,13 +155,14 @@ async def test_a_cursor_of_another_server_or_beyond_the_end_is_a_reset(opened: O
 async def test_it_is_a_source_of_a_broker(opened: Open) -> None:
     async with opened() as (_, outbox, sql):
         source = OutboxEvents(outbox)
-        events = source.events()
-        async with asyncio.timeout(LIMIT):
-            assert "begun" in (await anext(events)).reason
+        found: list[SourceEvent] = []
+        async with asyncio.timeout(LIMIT), aclosing(source.events()) as events:
+            assert isinstance(await anext(events), SourceGap)
             for number in range(3):
                 await outbox.publish(sql, "orders", str(number), tenant="acme")
-            found = [await anext(events) for _ in range(3)]
-        await events.aclose()
+            while len(found) < 3:
+                if isinstance(event := await anext(events), SourceEvent):
+                    found.append(event)
         after = source.position(found[0].id)
         history = await source.read(after, "acme", frozenset({"orders"}), 10)
         assert [event.payload for event in history] == ["1", "2"]
