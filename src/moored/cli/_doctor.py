@@ -1,0 +1,75 @@
+"""`moored doctor`: check a database for everything that Moored needs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from moored.kernel import counted
+from moored.postgres.doctor import Examination, Severity, examine
+
+from ._client import CommandFailed
+from ._options import Json
+from ._show import show
+from ._show import table as new_table
+
+__all__ = ["doctor"]
+
+_STYLES = {Severity.STOPS: "bold red", Severity.WARNS: "bold yellow", Severity.NOTES: "bold"}
+
+Url = Annotated[str, typer.Argument(envvar="DATABASE_URL", help="The database.")]
+_replication = typer.Option(envvar="MOORED_REPLICATION_URL", help="The server, without a pooler.")
+_notify = typer.Option(envvar="NOTIFY_URL", help="The server, without a pooler, for LISTEN.")
+_table = typer.Option(metavar="TABLE", help="A table that should be followed; repeat it.")
+
+
+def doctor(
+    url: Url,
+    replication_url: Annotated[str | None, _replication] = None,
+    notify_url: Annotated[str | None, _notify] = None,
+    table: Annotated[list[str] | None, _table] = None,
+    stream_id: Annotated[str, typer.Option(help="The name of the stream.")] = "default",
+    pool_size: Annotated[int, typer.Option(help="The size of both pools together.")] = 20,
+    as_json: Json = False,
+) -> int:
+    """Check a database for everything that Moored needs, and show how each finding is fixed.
+
+    Nothing is written to the database. Exits with 1 if a finding stops a part of Moored, and
+    with 0 otherwise. Example:
+
+        moored doctor postgresql://app@db/orders --table orders
+    """
+    # A finding reports it; it is not logged as well.
+    logging.getLogger("moored").addHandler(logging.NullHandler())
+    urls = {"replication_url": replication_url, "notify_url": notify_url}
+    names = {"stream_id": stream_id, "pool_size": pool_size}
+    try:
+        found = asyncio.run(examine(url, **urls, tables=table or (), **names))
+    except ValueError as error:
+        raise CommandFailed(str(error)) from error
+    show(found.plain(), as_json, lambda out: _show(out, found))
+    return 0 if found.ok else 1
+
+
+def _show(console: Console, found: Examination) -> None:
+    for each in found.connections:
+        console.print(Text(str(each)))
+    rows = new_table("severity", "check", "finding and fix")
+    for finding in found.findings:
+        severity = Text(finding.severity.value, _STYLES[finding.severity])
+        text = Text(finding.problem)
+        for statement in finding.statements:
+            text.append(f"\n{statement};", "green")
+        text.append(f"\n{finding.advice}" if finding.advice else "", "dim")
+        rows.add_row(severity, finding.check, text)
+    if not console.is_terminal:
+        console.width = 10_000  # a statement stays on its line
+    if found.findings:
+        console.print(rows)
+    stops = sum(each.severity is Severity.STOPS for each in found.findings)
+    console.print(Text(f"{counted(len(found.findings), 'finding')}, {stops} of which stop Moored"))

@@ -1,0 +1,104 @@
+"""Each check finds a problem on a real server, and its statements fix it."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from moored.postgres.doctor import CHECKS, Examination, _check, _server, examine
+
+from .plants import PLANTS, Options, Plant
+from .world import PASSWORD, World
+
+LIMIT = 30.0
+
+
+@pytest.fixture(autouse=True)
+def sensitive(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Report a transaction at once, and a notification queue of a few pages."""
+    monkeypatch.setattr(_check, "LONG", 0.0)
+    monkeypatch.setattr(_check, "QUEUE", 1e-6)
+
+
+async def examined(world: World, options: Options) -> Examination:
+    return await examine(**{"database_url": world.url, **options})
+
+
+def checks(found: Examination) -> set[str]:
+    return {each.check for each in found.findings}
+
+
+async def test_a_healthy_database_has_no_finding(world: World) -> None:
+    world.own("create publication moored_publication_default for table orders")
+    found = await examine(world.url, tables=["orders"])
+    assert found.findings == []
+    assert found.ok
+    assert [each.user for each in found.connections] == ["app"]
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        pytest.param(plant, id=plant.name, marks=[pytest.mark.soak] if plant.variant else [])
+        for plant in PLANTS
+    ],
+)
+async def test_a_planted_problem_is_found_and_fixed(world: World, plant: Plant) -> None:
+    options = plant.plant(world)
+    plant.hold(world)
+    found = await examined(world, options)
+    assert checks(found) == set(plant.checks), found.findings
+    assert PASSWORD not in str(found)
+    assert "another-secret" not in str(found)
+
+    finding = next(each for each in found.findings if each.check == plant.checks[0])
+    if plant.advised is not None:
+        assert finding.advice
+        assert not finding.statements
+        options |= plant.advised(world)
+    else:
+        world.run(*finding.statements)
+    if "restart the server" in finding.advice:
+        world.restart()
+        plant.hold(world)
+    ends = time.monotonic() + LIMIT  # a backend is terminated, and a file read, a moment later
+    while finding.check in checks(found := await examined(world, options)):
+        assert time.monotonic() < ends, found.findings
+
+
+def test_every_check_has_a_planted_problem() -> None:
+    planted = {check for plant in PLANTS for check in plant.checks}
+    assert planted | {"server_version"} == {check.name for check in CHECKS}
+
+
+# -- versions ------------------------------------------------------------------------------------
+
+
+async def test_a_known_problem_names_the_version_that_mends_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = _server.KnownProblem("LISTEN may fail", {99: 3})
+    monkeypatch.setattr(_server, "KNOWN_PROBLEMS", [problem])
+    (finding,) = (await examine(world.url)).findings
+    assert finding.check == "server_version"
+    assert finding.problem.endswith("LISTEN may fail")
+    assert finding.advice == "upgrade to 99.3 or newer"
+
+
+@pytest.mark.parametrize(
+    ("version", "mended"),
+    [
+        (170005, "17.6"),
+        (170006, None),
+        (160009, "16.10"),
+        (150014, None),
+        (180000, None),
+        (120022, "13.22"),
+    ],
+)
+def test_a_problem_ends_with_the_minor_version_of_its_branch(
+    version: int, mended: str | None
+) -> None:
+    problem = _server.KnownProblem("", {17: 6, 16: 10, 15: 14, 14: 19, 13: 22})
+    assert problem.mended_in(version) == mended
