@@ -20,7 +20,9 @@ KEYS = {"acme-key": ACME, "other-key": OTHER}
 @asynccontextmanager
 async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
     """Serve an app on a port of the loopback interface, a free one by default; yield its URL."""
-    line = socket.create_server(("127.0.0.1", port))
+    line = socket.create_server(("127.0.0.1", port), backlog=1024)
+    # Connections inherit it: a client that does not read is noticed after a few events.
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16 * 1024)
     # Without uvicorn's own configuration of logging, which would stay for later tests.
     config = uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)
@@ -30,6 +32,7 @@ async def served(app: Any, port: int = 0) -> AsyncIterator[str]:
     finally:
         server.should_exit = True
         await running
+        line.close()  # uvicorn leaves it open if it had not started yet
 
 
 class Sse(NamedTuple):
@@ -51,17 +54,21 @@ class Reading:
         self._lines = response.aiter_lines()
         self.comments: list[str] = []
         self.retry: int | None = None
+        self.start: str | None = None
 
     async def next(self) -> Sse | None:
-        """Return the next event; None at the end of the stream."""
+        """Return the next event after the start; None at the end of the stream."""
         event, last = "message", None
         data: list[str] = []
         async for line in self._lines:
             field, _, value = line.partition(":")
             value = value.removeprefix(" ")
-            if line == "" and data:
+            if line == "" and event == "start":
+                self.start = last
+                event, last, data = "message", None, []
+            elif line == "" and data:
                 return Sse(event, "\n".join(data), last)
-            if field == "" and line:
+            elif field == "" and line:
                 self.comments.append(value)
             elif field == "event":
                 event = value

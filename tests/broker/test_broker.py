@@ -83,6 +83,19 @@ async def test_full_buffer_keeps_the_latest_event_and_reports_the_others() -> No
         assert await taken(stream) == [Skipped(4), 5]
 
 
+async def test_full_buffer_keeps_a_reset() -> None:
+    source = MemorySource()
+    broker = Broker(source, channels=["orders"], buffer=2, slow="latest")
+    async with broker, broker.subscribe(ACME) as stream:
+        source.gap("events were lost")
+        await published(broker, source, *map(payload, range(1, 6)))
+        reset, *rest = await taken(stream)
+        assert isinstance(reset, Skipped | StreamReset)
+        assert [reset, *rest][:2].count(Skipped(4)) == 1
+        assert any(isinstance(each, StreamReset) for each in (reset, *rest))
+        assert rest[-1] == 5
+
+
 async def test_buffer_is_bounded_in_bytes_but_takes_one_large_event() -> None:
     source = MemorySource()
     broker = Broker(source, channels=["orders"], buffer_bytes=100, slow="drop")
@@ -101,6 +114,63 @@ async def test_event_on_another_channel_or_without_a_tenant_is_dropped_and_count
             assert await taken(stream) == [3]
         dropped = {"unknown_channel": 1, "no_tenant": 1, "not_an_object": 1}
         assert broker.statistics().dropped == dropped
+
+
+async def test_code_of_the_user_that_fails_for_a_payload_drops_only_that_event() -> None:
+    source = MemorySource()
+    broker = Broker(
+        source,
+        channels=["orders"],
+        tenant=lambda event: json.loads(event.payload)["org_id"],
+        canonical=str.lower,
+    )
+    async with broker, broker.subscribe("acme") as stream:
+        odd = ["no JSON", "{}", '{"org_id": 7}', '{"org_id": ""}']
+        await published(broker, source, *odd, payload(1, "ACME"))
+        assert await taken(stream) == [1]
+        assert broker.statistics().dropped == {"bad_tenant": 4}
+        assert broker.up, "the source was not started again"
+
+
+class Broken:
+    """A history whose server is down for the first reads."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+        self.reads = 0
+
+    def position(self, id: str) -> int:
+        return int(id)
+
+    async def read(self, after: Any, tenant: str, channels: Any, limit: int) -> list[SourceEvent]:
+        self.reads += 1
+        if self.reads <= self.failures:
+            raise ConnectionError("the server is down")
+        foreign = SourceEvent("orders", payload(8, OTHER), None, "8", 8)
+        own = SourceEvent("orders", payload(9), None, "9", 9)
+        return [each for each in (foreign, own) if each.position > after]
+
+
+async def test_stream_resumes_when_the_history_can_be_read_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moored.broker._stream.RETRY", (0.01, 0.01))
+    broker = Broker(MemorySource(), replay=Broken(2), channels=["orders"])
+    async with broker, broker.subscribe(ACME, after="7") as stream:
+        found = await anext(stream)
+        assert isinstance(found, LiveEvent)
+        assert found.id == "9", "the event of another tenant is left out"
+
+
+async def test_drain_ends_a_stream_whose_history_cannot_be_read() -> None:
+    history = Broken(1000)
+    broker = Broker(MemorySource(), replay=history, channels=["orders"])
+    async with broker, broker.subscribe(ACME, after="7") as stream, asyncio.timeout(20):
+        ended = asyncio.ensure_future(anext(stream, None))
+        while not history.reads:  # noqa: ASYNC110 - the stream has no event for it
+            await asyncio.sleep(0)
+        await broker.drain(over=0)
+        assert await ended is None
 
 
 async def test_limits_refuse_streams() -> None:
@@ -168,6 +238,8 @@ async def test_streams_stay_open_while_the_source_fails(caplog: pytest.LogCaptur
 def test_all_mistakes_are_reported_at_once() -> None:
     with pytest.raises(ValueError, match=r"buffer=0.*slow='wait'.*channel 'reset'"):
         Broker(None, channels=["reset"], buffer=0, slow="wait")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="comma"):
+        Broker(None, channels=["orders,refunds"])
 
 
 async def test_metrics_have_a_sample_for_each_counter() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from tests.broker.serving import ACME, KEYS, served
@@ -62,3 +63,67 @@ async def test_client_reports_a_reset_and_a_refused_token() -> None:
             assert isinstance(await anext(events), StreamReset)
         with pytest.raises(StreamRefused, match="401"):
             await anext(follow(address, token="wrong"))
+
+
+async def received(answer: bytes, **options: Any) -> list[Any]:
+    """Return what the client yields of one response, until it connects again."""
+    again = asyncio.Event()
+
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if connections:
+            again.set()
+        else:
+            writer.write(answer)
+        connections.append(writer)
+        writer.close()
+
+    async def collect() -> None:
+        async for event in events:
+            got.append(event)  # noqa: PERF401 - it is seen while it grows
+
+    connections: list[Any] = []
+    got: list[Any] = []
+    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        events = follow(f"http://127.0.0.1:{port}/v1/subscribe", token="x", **options)
+        async with asyncio.timeout(30), aclosing(events):
+            collecting = asyncio.ensure_future(collect())
+            waiting = asyncio.ensure_future(again.wait())
+            await asyncio.wait({collecting, waiting}, return_when="FIRST_COMPLETED")
+            for task in (collecting, waiting):
+                task.cancel()
+            await asyncio.wait({collecting, waiting})
+            if not collecting.cancelled() and (error := collecting.exception()) is not None:
+                raise error
+    return got
+
+
+OK = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\n\r\n"
+
+
+async def test_client_keeps_the_separators_of_unicode_in_the_data() -> None:
+    text = "one\u2028two\x85three\x0bfour"
+    answer = OK + f"id: 1\nevent: orders\ndata: {text}\ndata: five\n\n".encode()
+    assert await received(answer) == [ReceivedEvent("orders", f"{text}\nfive", "1")]
+
+
+async def test_client_does_not_yield_what_concerns_only_the_connection() -> None:
+    answer = OK + b"retry: 1\n\nid: 5\nevent: start\ndata: {}\n\nevent: expired\ndata: {}\n\n"
+    skipped = b'event: skipped\ndata: {"count": 3}\n\n'
+    assert await received(answer + skipped) == [ReceivedEvent("skipped", '{"count": 3}', None)]
+
+
+@pytest.mark.parametrize("status", [b"301 Moved", b"404 Not Found", b"410 Gone"])
+async def test_answer_that_another_attempt_does_not_change_is_an_error(status: bytes) -> None:
+    with pytest.raises(StreamRefused, match=status.decode()[:3]):
+        await received(b"HTTP/1.1 " + status + b"\r\nContent-Length: 0\r\n\r\n")
+
+
+@pytest.mark.parametrize("status", [b"429 Slow", b"502 Bad Gateway", b"503 Away"])
+async def test_other_answers_are_logged_and_tried_again(
+    status: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    later = b"Retry-After: Wed, 21 Oct 2026 07:28:00 GMT\r\nContent-Length: 0\r\n\r\n"
+    assert await received(b"HTTP/1.1 " + status + b"\r\n" + later) == []
+    assert status.decode()[:3] in caplog.text

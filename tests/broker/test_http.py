@@ -55,15 +55,31 @@ class Stage:
 
 @asynccontextmanager
 async def stage(
-    authenticate: Any = None, *, prefix: str = "", app: dict[str, Any] | None = None, **options: Any
+    authenticate: Any = None,
+    *,
+    prefix: str = "",
+    wrapped: bool = False,
+    app: dict[str, Any] | None = None,
+    **options: Any,
 ) -> AsyncIterator[Stage]:
     source = MemorySource()
     async with Broker(source, channels=["orders", "refunds"], **options) as broker:
         asgi: Any = BrokerApp(broker, authenticate or ApiKeys(KEYS), **(app or {}))
         if prefix:
             asgi = Starlette(routes=[Mount(prefix, asgi)])
+        if wrapped:
+            asgi = with_own_receive(asgi)
         async with served(asgi) as url:
             yield Stage(source, broker, url + prefix)
+
+
+def with_own_receive(app: Any) -> Any:
+    """Wrap an app as a middleware does that reads the requests."""
+
+    async def wrapping(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope, lambda: receive(), send)
+
+    return wrapping
 
 
 async def test_event_arrives_with_its_id_and_channel_and_only_at_its_tenant() -> None:
@@ -134,6 +150,7 @@ async def test_client_with_an_unknown_or_too_old_id_gets_a_reset() -> None:
         for number in range(2, 6):
             on.publish(number)
         for last in (first.id, "of-another-process"):
+            assert last is not None
             async with reading(on.url, headers={"Last-Event-ID": last}) as acme:
                 found = await acme.next()
                 assert found is not None
@@ -146,12 +163,44 @@ async def test_client_with_an_unknown_or_too_old_id_gets_a_reset() -> None:
         assert on.broker.statistics().resets == {"history": 2}
 
 
-async def test_gap_of_the_source_becomes_a_reset_that_clears_the_last_id() -> None:
+async def test_gap_of_the_source_becomes_a_reset_with_the_id_to_resume_after() -> None:
     async with stage() as on, reading(on.url) as acme:
         await on.subscribers(1)
         on.source.gap("the listener was away")
         found = await acme.next()
-        assert found == ("reset", '{"reason": "the listener was away"}', "")
+        assert found is not None
+        assert (found.event, found.json()) == ("reset", {"reason": "the listener was away"})
+        on.publish(1)
+        async with reading(on.url, headers={"Last-Event-ID": found.id}) as acme:
+            resumed = await acme.next()
+            assert resumed is not None
+            assert resumed.event == "orders"
+
+
+async def test_client_resumes_a_stream_that_ended_before_its_first_event() -> None:
+    async with stage() as on:
+        async with reading(on.url, params={"channel": "refunds"}) as acme:
+            await on.subscribers(1)
+            on.publish(1)
+            on.publish(2, channel="refunds")
+            await acme.next()
+            assert acme.start
+        async with reading(on.url, headers={"Last-Event-ID": acme.start}) as again:
+            found = await again.next()
+            assert found is not None
+            assert found.json()["number"] == 1
+            assert again.start is None, "a client that resumes has an id"
+
+
+@pytest.mark.parametrize("last", ["1-1", "{}-", "{}--1", "{}-1e3", "{}-" + "9" * 5000, "é-1", "-"])
+async def test_odd_last_event_id_gets_a_reset(last: str) -> None:
+    async with stage() as on:
+        own = on.broker._newest.partition("-")[0]
+        given = {"Last-Event-ID": last.replace("{}", own).encode()}
+        async with reading(on.url, headers=given) as acme:
+            found = await acme.next()
+            assert found is not None
+            assert found.event == "reset"
 
 
 @pytest.mark.parametrize(
@@ -210,6 +259,39 @@ async def test_unknown_channel_is_not_found_and_a_known_one_filters() -> None:
             assert found.json()["number"] == 2
 
 
+async def test_token_for_some_channels_gets_only_those() -> None:
+    def authenticate(token: str) -> Identity:
+        return Identity(ACME, channels=frozenset(token.split("+")))
+
+    async with stage(authenticate) as on:
+        for token, wanted, status in (
+            ("refunds", "?channel=orders", 404),
+            ("secrets", "?channel=secrets", 404),
+            ("secrets", "", 403),
+        ):
+            answer = await on.get(f"/v1/subscribe{wanted}", x_api_key=token)
+            assert answer.status_code == status
+        async with reading(on.url, "refunds+secrets") as acme:
+            await on.subscribers(1)
+            on.publish(1)
+            on.publish(2, channel="refunds")
+            found = await acme.next()
+            assert found is not None
+            assert found.json()["number"] == 2
+
+
+async def test_unknown_path_is_not_found_and_another_method_is_not_allowed() -> None:
+    async with stage() as on, httpx.AsyncClient(verify=False) as client:
+        answer = await client.post(f"{on.url}/v1/subscribe")
+        assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+        answer = await on.get("/v1/tickets")
+        assert (answer.status_code, answer.json()["error"]) == (
+            405,
+            "the method of /v1/tickets is POST",
+        )
+        assert (await on.get("/v1/nothing")).status_code == 404
+
+
 async def test_limits_of_streams_answer_429_and_503_with_retry_after() -> None:
     async with stage(max_streams=2, max_streams_per_tenant=1) as on, reading(on.url):
         await on.subscribers(1)
@@ -261,6 +343,7 @@ async def test_cookie_is_accepted_from_the_same_and_from_named_origins_only() ->
             {"Origin": "https://app.example"},
             {"Sec-Fetch-Site": "same-origin"},
             {"Origin": f"http://{host}"},
+            {"Origin": f"http://{host}", "Cookie": f'a[b]=c d; {cookie}; path="/x"'},
         ):
             async with reading(on.url, None, headers={"Cookie": cookie, **allowed}) as acme:
                 assert acme.response.status_code == 200
@@ -334,25 +417,33 @@ async def test_frozen_client_is_disconnected_and_delays_nobody() -> None:
             async with reading(on.url) as acme, asyncio.timeout(60):
                 await on.subscribers(2)
                 numbers = 0
-                while on.broker.statistics().subscribers == 2 and numbers < 5000:
+                while not on.broker.statistics().dropped and numbers < 5000:
                     numbers += 1
                     payload = {"org_id": ACME, "number": numbers, "text": "x" * 10_000}
                     on.source.publish("orders", json.dumps(payload))
                     found = await acme.next()
                     assert found is not None
                     assert found.json()["number"] == numbers
-                assert on.broker.statistics().dropped == {"slow": 1}
-                assert on.broker.statistics().buffer_high_water == 64
+                before = on.broker.statistics()
+                assert (before.dropped, before.buffer_high_water) == ({"slow": 1}, 64)
+                on.publish(0)
+                await acme.next()
+                assert on.broker.statistics().delivered == before.delivered + 1
 
 
-async def test_client_that_does_not_read_is_given_up_after_the_send_timeout() -> None:
-    async with stage(app={"send_timeout": 0.5}, slow="drop") as on:
+@pytest.mark.parametrize("wrapped", [False, True])
+async def test_client_that_does_not_read_is_given_up_after_the_send_timeout(
+    wrapped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with stage(app={"send_timeout": 0.5}, slow="drop", wrapped=wrapped) as on:
         with frozen(on.url):
             await on.subscribers(1)
             while on.broker.statistics().dropped.get("slow", 0) == 0:
                 on.source.publish("orders", json.dumps({"org_id": ACME, "text": "x" * 50_000}))
                 await asyncio.sleep(0)
             await on.subscribers(0)
+    # Without uvicorn's transport the connection cannot be aborted, and uvicorn reports it.
+    assert ("without completing response" in caplog.text) == wrapped
 
 
 async def test_drain_ends_all_streams_and_refuses_new_ones() -> None:
@@ -372,7 +463,7 @@ async def test_app_can_be_mounted_under_a_prefix() -> None:
         on.publish(1)
         assert await acme.next() is not None
         script = await on.get("/v1/subscribe.js")
-        assert script.headers["content-type"] == "text/javascript"
+        assert script.headers["content-type"] == "text/javascript; charset=utf-8"
         assert "export function subscribe" in script.text
         assert (await on.get("/v1/nothing")).status_code == 404
 
@@ -382,7 +473,8 @@ async def test_websocket_gets_the_same_events() -> None:
         url = on.url.replace("http:", "ws:") + "/v1/subscribe?channel=orders"
         headers = {"Authorization": "Bearer acme-key"}
         async with websockets.connect(url, additional_headers=headers) as line:
-            await on.subscribers(1)
+            start = json.loads(await line.recv())
+            assert (start["event"], start["id"]) == ("start", on.broker._newest)
             on.publish(1)
             found = json.loads(await line.recv())
             assert (found["event"], json.loads(found["data"])["number"]) == ("orders", 1)
@@ -391,5 +483,8 @@ async def test_websocket_gets_the_same_events() -> None:
         again = f"{url}&last_event_id={found['id']}"
         async with websockets.connect(again, additional_headers=headers) as line:
             assert json.loads(json.loads(await line.recv())["data"])["number"] == 2
-        with pytest.raises(websockets.InvalidStatus):
-            await websockets.connect(url)
+        for wrong, given, status in ((url, {}, 401), (f"{url}s", headers, 404)):
+            with pytest.raises(websockets.InvalidStatus) as refused:
+                await websockets.connect(wrong, additional_headers=given)
+            assert refused.value.response.status_code == status
+            assert b"error" in (refused.value.response.body or b"")

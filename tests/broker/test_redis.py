@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 import psycopg
 import pytest
 from redis.asyncio import Redis
 from redis.exceptions import ConnectionError as RedisConnectionError
+from tests.broker.fleet import Sent, roam
 from tests.broker.serving import ACME, OTHER
 from tests.leases.redis_server import RedisServer
 from tests.servers import empty_database, require_server
@@ -19,6 +22,7 @@ from moored.broker import Broker, LiveEvent, LiveStream, StreamReset
 from moored.broker.redis import RedisEvents
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Outbox
+from moored.testing import scaled
 
 CHANNELS = ["orders"]
 
@@ -85,6 +89,92 @@ async def test_every_node_gets_every_event_and_a_client_may_change_nodes(
         assert await numbers(moved, 1) == [5]
 
 
+@asynccontextmanager
+async def node(url: str) -> AsyncIterator[Broker]:
+    """A broker on the Redis stream."""
+    source = RedisEvents(url)
+    try:
+        async with Broker(source, replay=source, channels=CHANNELS) as broker:
+            yield broker
+    finally:
+        await source.close()
+
+
+@pytest.fixture
+async def publisher(server: RedisServer) -> AsyncIterator[RedisEvents]:
+    """A source for an empty stream that already has an entry."""
+    server.run("flushall")
+    source = RedisEvents(server.url)
+    await publish(source, -1)
+    yield source
+    await source.close()
+
+
+async def test_clients_that_change_nodes_over_restarts_get_every_event_once(
+    publisher: RedisEvents, server: RedisServer
+) -> None:
+    async def write(writer: int, count: int) -> None:
+        for number in range(count):
+            event = Sent(writer, number)
+            await publisher.publish("orders", json.dumps(event.body), tenant=event.tenant)
+            await asyncio.sleep(random.uniform(0, 0.01))
+
+    await roam(partial(node, server.url), write, scaled(500, least=10))
+
+
+async def test_clients_get_every_event_of_a_copied_outbox_once(
+    publisher: RedisEvents, server: RedisServer, postgres: SyncEmbeddedPostgres
+) -> None:
+    """The process that copies is replaced twice, too."""
+    with empty_database(postgres) as url:
+        async with Outbox(url, install=True) as outbox, AsyncExitStack() as stack:
+
+            async def replace_copier() -> None:
+                await stack.aclose()
+                copying = asyncio.ensure_future(publisher.copy(outbox))
+                stack.push_async_callback(asyncio.wait, {copying})
+                stack.callback(copying.cancel)
+
+            async def write(writer: int, count: int) -> None:
+                async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+                    for number in range(count):
+                        event = Sent(writer, number)
+                        body, tenant = event.body, event.tenant
+                        await outbox.publish(conn, "orders", body, tenant=tenant)
+                        await asyncio.sleep(random.uniform(0, 0.01))
+
+            server.run("flushall")
+            await replace_copier()
+            async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+                # Something to begin after: an empty stream has no position.
+                while not server.run("exists", "moored:events"):
+                    await outbox.publish(conn, "orders", {"org_id": ACME}, tenant=ACME)
+                    await asyncio.sleep(0.05)
+            await asyncio.sleep(0.5)
+            await roam(partial(node, server.url), write, scaled(500, least=10), replace_copier)
+
+
+async def test_event_without_a_tenant_of_its_own_is_replayed_to_the_tenant_in_its_payload(
+    nodes: tuple[RedisEvents, Broker, Broker],
+) -> None:
+    source, one, _ = nodes
+    first = await publish(source, 1)
+    for number, tenant in ((2, OTHER), (3, ACME)):
+        payload = json.dumps({"org_id": tenant, "number": number})
+        await source.publish("orders", payload)
+    async with one.subscribe(ACME, after=first) as stream:
+        assert await numbers(stream, 1) == [3]
+
+
+@pytest.mark.parametrize("last", ["0-0", "5-5", f"{2**64}-1", "-1-1", "1", "x-y", "9" * 5000])
+async def test_odd_last_event_id_is_a_reset(
+    nodes: tuple[RedisEvents, Broker, Broker], last: str
+) -> None:
+    _, one, _ = nodes
+    async with one.subscribe(ACME, after=last) as stream, asyncio.timeout(30):
+        assert isinstance(await anext(stream), StreamReset)
+
+
 async def test_events_continue_after_redis_was_killed_and_started_again(
     nodes: tuple[RedisEvents, Broker, Broker], server: RedisServer
 ) -> None:
@@ -114,30 +204,11 @@ async def test_trimmed_history_and_lost_data_are_resets(
         async with one.subscribe(ACME, after=last) as stream:
             await publish(source, 5)
             assert await numbers(stream, 1) == [5]
-        await client.flushall()
-        async with one.subscribe(ACME, after=last) as stream, asyncio.timeout(30):
-            assert isinstance(await anext(stream), StreamReset)
-
-
-async def test_copied_outbox_reaches_every_node_over_restarts_of_the_copying(
-    nodes: tuple[RedisEvents, Broker, Broker], postgres: SyncEmbeddedPostgres
-) -> None:
-    source, one, two = nodes
-    with empty_database(postgres) as url:
-        async with Outbox(url, install=True) as outbox:
-            await outbox.install()
-            async with (
-                one.subscribe(ACME) as first,
-                two.subscribe(ACME) as second,
-                await psycopg.AsyncConnection.connect(url, autocommit=True) as conn,
-            ):
-                for life in range(3):
-                    copying = asyncio.ensure_future(source.copy(outbox))
-                    await asyncio.sleep(0.2)
-                    for number in range(2):
-                        body = {"org_id": ACME, "number": 2 * life + number}
-                        await outbox.publish(conn, "orders", body, tenant=ACME)
-                    assert await numbers(first, 2) == [2 * life, 2 * life + 1]
-                    copying.cancel()
-                    await asyncio.wait({copying})
-                assert await numbers(second, 6) == list(range(6))
+        async with one.subscribe(ACME) as live, asyncio.timeout(30):
+            await client.flushall()
+            async with one.subscribe(ACME, after=last) as stream:
+                assert isinstance(await anext(stream), StreamReset)
+            await publish(source, 6)
+            found = await anext(live)
+            assert isinstance(found, StreamReset), "entries before the new one were lost"
+            assert found.id

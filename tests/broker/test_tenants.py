@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import uuid
 
 import pytest
 from hypothesis import given, settings
@@ -65,6 +66,15 @@ def test_tenant_of_the_source_wins_and_a_payload_must_not_name_another() -> None
     assert reason(json.dumps({"org_id": OTHER}), ORG) == "other_tenant"
     assert reason(json.dumps({"org_id": "x"}), ORG) == "bad_tenant"
     assert reason("{}", "not a uuid") == "bad_tenant"
+    assert reason("{}", ORG.upper()) == "tenant_not_canonical"
+
+
+def test_event_whose_source_knows_no_tenant_is_refused_whatever_its_payload_names() -> None:
+    assert reason(json.dumps({"org_id": ORG}), "") == "no_tenant"
+
+
+def test_uuid_object_is_a_tenant() -> None:
+    assert canonical_uuid(uuid.UUID(ORG)) == ORG
 
 
 def test_function_names_the_tenant() -> None:

@@ -150,8 +150,12 @@ class StreamBuffer:
         elif policy == "drop":
             self._skipped += 1
         else:
-            self._skipped += len(self._items)
+            # A reset is always the first item, and is not dropped.
+            reset = self._items[0] if isinstance(self._items[0], StreamReset) else None
+            self._skipped += len(self._items) - (reset is not None)
             self._clear()
+            if reset is not None:
+                self._items.append(reset)
         return "slow"
 
     def _clear(self) -> None:
@@ -159,7 +163,7 @@ class StreamBuffer:
         self._bytes = 0
 
     def _notify(self) -> None:
-        if not self.replaying and (call := self.on_ready) is not None:
+        if (self.end_reason or not self.replaying) and (call := self.on_ready) is not None:
             self.on_ready = None
             call()
 
@@ -197,8 +201,12 @@ class Audience:
         if not self.of_tenant[tenant]:
             del self.of_tenant[tenant], self._index[tenant]
             return
+        self.mute(subscriber)
+
+    def mute(self, subscriber: StreamBuffer) -> None:
+        """Send no more events to a subscriber, which still counts until it is removed."""
         for channel in subscriber.channels:
-            del self._index[tenant][channel][subscriber]
+            self._index[subscriber.tenant][channel].pop(subscriber, None)
 
     def hearers(self, tenant: str, channel: str) -> Iterator[StreamBuffer]:
         """Return the subscribers of a tenant and a channel."""

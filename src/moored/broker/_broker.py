@@ -24,6 +24,7 @@ from moored.kernel import (
 
 from ._audience import Audience, SlowPolicy, StreamBuffer
 from ._events import (
+    DEFECTS,
     BrokerOff,
     EventSource,
     HistoryLost,
@@ -44,10 +45,8 @@ log = logging.getLogger("moored.broker")
 #: Seconds that entering the broker waits for the source. A stream that is opened before the source
 #: has begun gets a reset then.
 READY = 3.0
-#: Errors that are defects, and not failures of a source: logged with their traceback.
-DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 #: The names of events that are not channels.
-RESERVED = ("expired", "keepalive", "reset", "skipped")
+RESERVED = ("expired", "keepalive", "reset", "skipped", "start")
 
 
 class BrokerStatistics(NamedTuple):
@@ -134,7 +133,7 @@ class Broker:
         self._limits = buffer, buffer_bytes, slow
         self._max_streams = max_streams, max_streams_per_tenant
         self._audience = Audience()
-        # The id after which a client resumes that gets a reset now.
+        # The id after which a client resumes whose stream begins, or is reset, now.
         self._newest = ""
         self._events = self._delivered = self._replayed = self._high_water = 0
         self._dropped: Counter[str] = Counter()
@@ -145,7 +144,7 @@ class Broker:
         self._begun = asyncio.Event()
         self.last_error = ""
         self._draining = False
-        feed = Child("source", self._run, backoff=Backoff(0.5, 30.0))
+        feed = Child("source", self._run, backoff=Backoff(0.5, 5.0, jitter="half"))
         self._supervisor = Supervisor(
             name,
             children=() if source is None else (feed,),
@@ -163,8 +162,11 @@ class Broker:
         if not self.channels:
             yield "channels: at least one is needed"
         for channel in self.channels:
-            if not channel or not channel.isprintable() or channel in RESERVED:
-                yield f"channel {channel!r}: must be printable, and none of {', '.join(RESERVED)}"
+            if not channel or not channel.isprintable() or "," in channel or channel in RESERVED:
+                yield (
+                    f"channel {channel!r}: must be printable, without a comma, and none of "
+                    f"{', '.join(RESERVED)}"
+                )
 
     # -- lifetime ------------------------------------------------------------------------------
 
@@ -205,11 +207,12 @@ class Broker:
                     self.up = True
                     self._begun.set()
                     if isinstance(item, SourceGap):
-                        self._gap(item.reason)
-                    else:
+                        self._gap(item)
+                    elif item is not None:
                         self._publish(item)
             raise BrokerOff("the source has ended")
-        except DEFECTS:
+        except DEFECTS as error:
+            self.last_error = describe(error)
             raise
         except Exception as error:
             # One line without a traceback: sources lose their connections.
@@ -228,11 +231,16 @@ class Broker:
         if event is None:
             return
         self._newest = event.id
+        ended = []
         for subscriber in self._audience.hearers(event.tenant, event.channel):
             if reason := subscriber.push(event):
                 self._dropped[reason] += 1
+                if subscriber.end_reason:
+                    ended.append(subscriber)
             else:
                 self._delivered += 1
+        for subscriber in ended:
+            self._audience.mute(subscriber)
 
     def _admit(self, found: SourceEvent) -> LiveEvent | None:
         """Return the event with its tenant; None if it must not be sent to anyone."""
@@ -247,14 +255,12 @@ class Broker:
             return self._history.add(found.channel, found.payload, tenant)
         return LiveEvent(found.channel, found.payload, tenant, found.id, found.position)
 
-    def _gap(self, reason: str) -> None:
-        if self._history is not None:
-            self._history.cut()
-        self._newest = ""
+    def _gap(self, gap: SourceGap) -> None:
+        self._newest = gap.id if self._history is None else self._history.cut()
         for subscriber in list(self._audience):
-            subscriber.reset(reason, "")
+            subscriber.reset(gap.reason, self._newest)
             self._resets["gap"] += 1
-        self._supervisor.recorder.record(self.name, f"gap: {reason}", kind="failure")
+        self._supervisor.recorder.record(self.name, f"gap: {gap.reason}", kind="failure")
 
     # -- subscribers ---------------------------------------------------------------------------
 
@@ -292,14 +298,22 @@ class Broker:
         if after:
             try:
                 position = self._replay.position(after)
-            except HistoryLost as error:
+            except (HistoryLost, ValueError) as error:
                 lost = str(error)
         # Registered before the history is read: an event is in one of both, or in both.
         subscriber = StreamBuffer(tenant, wanted, self._limits, replaying=position is not None)
         self._audience.add(subscriber)
         if lost:
             self._lost(subscriber, lost)
-        return LiveStream(subscriber, self._replay, position, admit=self._admit, on_lost=self._lost)
+        start = "" if after else self._newest
+        return LiveStream(
+            subscriber, self._replay, position, start, admit=self._replays, on_lost=self._lost
+        )
+
+    def _replays(self, found: SourceEvent) -> LiveEvent | None:
+        if (event := self._admit(found)) is not None:
+            self._replayed += 1
+        return event
 
     def _lost(self, subscriber: StreamBuffer, reason: str) -> None:
         self._resets["history"] += 1
@@ -310,7 +324,6 @@ class Broker:
         subscriber = stream.subscriber
         self._audience.remove(subscriber)
         subscriber.end("closed")
-        self._replayed += stream.replayed
         self._high_water = max(self._high_water, subscriber.high_water)
 
     def _check_room(self, tenant: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 from moored.kernel import MooredError
 
 __all__ = [
+    "DEFECTS",
     "BrokerError",
     "BrokerOff",
     "EventSource",
@@ -21,8 +22,13 @@ __all__ = [
     "SourceGap",
     "StreamComment",
     "StreamReset",
+    "StreamStart",
     "TooManyStreams",
 ]
+
+
+#: Errors that are defects, and not failures of a source.
+DEFECTS = (AssertionError, AttributeError, LookupError, NameError, TypeError, ValueError)
 
 
 class BrokerError(MooredError):
@@ -57,7 +63,8 @@ class SourceEvent(NamedTuple):
 
     channel: str
     payload: str
-    #: The tenant, if the source has it apart from the payload.
+    #: The tenant in its canonical form, if the source has it apart from the payload, or an empty
+    #: string if the source knows that there is none; None if the payload names the tenant.
     tenant: str | None = None
     #: The id that clients send as `Last-Event-ID`; empty if the source has no history.
     id: str = ""
@@ -69,17 +76,20 @@ class SourceGap(NamedTuple):
     """Events may be missing before this point; every subscriber gets a reset."""
 
     reason: str
+    #: The id to resume after from here; empty if the source has no history.
+    id: str = ""
 
 
 class EventSource(Protocol):
     """Yields events as they happen."""
 
-    def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
+    def events(self) -> AsyncGenerator[SourceEvent | SourceGap | None]:
         """Yield events in order.
 
         The first item is a `SourceGap`, yielded as soon as no later event can be missed. The broker
         calls it again after an error; it then continues with the event after the last one that
-        it yielded, or yields a `SourceGap` first.
+        it yielded, or yields a `SourceGap` first. None means that the source is connected again and
+        has nothing to report.
         """
 
 
@@ -87,15 +97,15 @@ class ReplaySource(Protocol):
     """Reads earlier events, in the same order and with the same ids as the live ones."""
 
     def position(self, id: str) -> Any:
-        """Return the position of an event id; raises `HistoryLost` for one that is not valid."""
+        """Return the position of an event id; raises `HistoryLost` or `ValueError` for another."""
 
     async def read(
         self, after: Any, tenant: str, channels: frozenset[str], limit: int
     ) -> list[SourceEvent]:
-        """Return up to `limit` events after a position, oldest first.
+        """Return up to `limit` events after a position, oldest first; none if there are no more.
 
-        Fewer than `limit` means that there are no more. Raises `HistoryLost` if events after the
-        position were deleted.
+        Events of other tenants may be among them, if the source does not know their tenant. Raises
+        `HistoryLost` if events after the position were deleted.
         """
 
 
@@ -111,7 +121,7 @@ class LiveEvent:
         self.id = id
         self.position = position
         #: The bytes that count against a subscriber's buffer.
-        self.size = len(payload)
+        self.size = len(payload) if payload.isascii() else len(payload.encode("utf-8", "replace"))
         self._sse: bytes | None = None
         self._json: str | None = None
 
@@ -137,7 +147,7 @@ class LiveEvent:
 class StreamReset(NamedTuple):
     """Events may be missing before this point: load the whole state again.
 
-    :ivar id: the event id to resume after, or empty if there is none yet.
+    :ivar id: the event id to resume after, or empty if the source has not begun.
     """
 
     reason: str
@@ -150,6 +160,23 @@ class StreamReset(NamedTuple):
     @property
     def json(self) -> str:
         return json.dumps({"id": self.id, "event": "reset", "data": {"reason": self.reason}})
+
+
+class StreamStart(NamedTuple):
+    """The beginning of a stream.
+
+    :ivar id: the event id to resume after, if the stream ends before its first event.
+    """
+
+    id: str
+
+    @property
+    def sse(self) -> bytes:
+        return sse("start", "{}", self.id)
+
+    @property
+    def json(self) -> str:
+        return json.dumps({"id": self.id, "event": "start", "data": {}})
 
 
 class Skipped(NamedTuple):

@@ -18,7 +18,7 @@ import json
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from http.cookies import SimpleCookie
+from functools import cache
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs
@@ -26,7 +26,7 @@ from urllib.parse import parse_qs
 from moored.kernel import Clock, Tasks, awaited
 
 from ._broker import Broker
-from ._events import BrokerOff, TooManyStreams, sse
+from ._events import BrokerOff, StreamStart, TooManyStreams, sse
 from ._identity import Authenticator, Identity, Tickets
 from ._stream import LiveStream
 
@@ -37,12 +37,19 @@ Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
+#: The paths, each with its method.
+PATHS = {"/v1/subscribe": "GET", "/v1/tickets": "POST", "/v1/subscribe.js": "GET"}
 #: Seconds between two checks of all streams.
 TICK = 1.0
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
+]
+SCRIPT_HEADERS: Headers = [
+    (b"content-type", b"text/javascript; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"access-control-allow-origin", b"*"),
 ]
 
 
@@ -58,16 +65,37 @@ class _Refused(Exception):
 class _HttpStream:
     """An open stream over HTTP."""
 
-    __slots__ = ("expires", "last_sent", "stalled", "stream", "task", "writing_since")
+    __slots__ = ("_receive", "_task", "expires", "last_sent", "stalled", "stream", "writing_since")
 
-    def __init__(self, stream: LiveStream, expires: float | None, now: float) -> None:
+    def __init__(
+        self, stream: LiveStream, receive: Receive, expires: float | None, now: float
+    ) -> None:
         self.stream = stream
-        self.task = asyncio.current_task()
         #: When the credentials expire; by the time of the loop.
         self.expires = expires
         self.last_sent = now
         self.writing_since: float | None = None
         self.stalled = False
+        self._task = asyncio.current_task()
+        self._receive = receive
+
+    def abort(self) -> None:
+        """Give up a client that does not read.
+
+        ASGI cannot abort a response: a server that is not uvicorn, or a middleware that wraps
+        `receive`, closes the connection only after it has written the rest.
+        """
+        transport = getattr(getattr(self._receive, "__self__", None), "transport", None)
+        if transport is not None:
+            transport.abort()
+        elif self._task is not None and not self.stalled:
+            self._task.cancel()
+        self.stalled = True
+
+    def forgive(self) -> None:
+        """Undo the cancellation of the task, whose stream has ended."""
+        if self._task is not None:
+            self._task.uncancel()
 
 
 class BrokerApp:
@@ -114,19 +142,22 @@ class BrokerApp:
             return  # an app that this one is mounted in has its own lifespan
         request = _Request(scope)
         try:
+            method = PATHS.get(request.path)
+            if method is None:
+                raise _Refused(404, f"there is nothing at {request.path}")
             if scope["type"] == "websocket":
+                await receive()  # the request to connect
                 await self._websocket(request, receive, send)
             elif request.method == "OPTIONS":
                 await _respond(send, 204, b"", self._cors(request, preflight=True))
-            elif (request.method, request.path) == ("GET", "/v1/subscribe"):
+            elif request.method != method:
+                raise _Refused(405, f"the method of {request.path} is {method}")
+            elif request.path == "/v1/subscribe":
                 await self._events(request, receive, send)
-            elif (request.method, request.path) == ("POST", "/v1/tickets"):
+            elif request.path == "/v1/tickets":
                 await self._ticket(request, send)
-            elif (request.method, request.path) == ("GET", "/v1/subscribe.js"):
-                script = (files("moored.broker") / "static" / "subscribe.js").read_bytes()
-                await _respond(send, 200, script, [(b"content-type", b"text/javascript")])
             else:
-                raise _Refused(404, "no such page")
+                await _respond(send, 200, _script(), SCRIPT_HEADERS)
         except _Refused as refused:
             await self._refuse(request, send, refused)
 
@@ -143,7 +174,7 @@ class BrokerApp:
         async def begin() -> None:
             headers = STREAM_HEADERS + self._cors(request)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await write(first)
+            await write(first + (StreamStart(stream.start).sse if stream.start else b""))
 
         async def write_items(items: Collection[Any]) -> None:
             await write(b"".join([item.sse for item in items]))
@@ -156,13 +187,7 @@ class BrokerApp:
         await self._serve(stream, identity, receive, begin, write_items, end)
 
     async def _websocket(self, request: _Request, receive: Receive, send: Send) -> None:
-        await receive()  # the request to connect
-        try:
-            stream, identity = await self._open(request)
-        except _Refused as refused:
-            # Before it is accepted, a server answers a close with the status 403.
-            await send({"type": "websocket.close", "code": 1008, "reason": str(refused)[:120]})
-            return
+        stream, identity = await self._open(request)
 
         async def write_items(items: Collection[Any]) -> None:
             for item in items:
@@ -175,13 +200,16 @@ class BrokerApp:
 
         async def begin() -> None:
             await send({"type": "websocket.accept"})
+            if stream.start:
+                await write_items([StreamStart(stream.start)])
 
         await self._serve(stream, identity, receive, begin, write_items, end)
 
     async def _ticket(self, request: _Request, send: Send) -> None:
         identity = await self._identify(request, tickets=False)
-        found = {"ticket": self._tickets.issue(identity), "expires_in": self._tickets.lifetime}
-        body = json.dumps(found).encode()
+        if (ticket := self._tickets.issue(identity)) is None:
+            raise _Refused(503, "too many tickets are in use", self._tickets.lifetime)
+        body = json.dumps({"ticket": ticket, "expires_in": self._tickets.lifetime}).encode()
         headers = [(b"content-type", b"application/json"), (b"cache-control", b"no-store")]
         await _respond(send, 200, body, headers + self._cors(request))
 
@@ -191,19 +219,32 @@ class BrokerApp:
             headers.append((b"retry-after", b"%d" % refused.retry_after))
         if refused.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
-        await _respond(send, refused.status, json.dumps({"error": str(refused)}).encode(), headers)
+        if refused.status == 405:
+            headers.append((b"allow", PATHS[request.path].encode()))
+        body = json.dumps({"error": str(refused)}).encode()
+        if request.method:
+            await _respond(send, refused.status, body, headers)
+        elif request.may_refuse:
+            await _respond(send, refused.status, body, headers, "websocket.http.response")
+        else:
+            # Before it is accepted, a server answers a close with the status 403.
+            await send({"type": "websocket.close", "code": 1008, "reason": str(refused)[:120]})
 
     # -- a stream ------------------------------------------------------------------------------
 
     async def _open(self, request: _Request) -> tuple[LiveStream, Identity]:
         identity = await self._identify(request)
         named = [name for value in request.query("channel") for name in value.split(",") if name]
-        allowed = self.broker.channels if identity.channels is None else identity.channels
+        allowed = self.broker.channels
+        if identity.channels is not None:
+            allowed &= identity.channels
         for name in named:
             if name not in allowed:
                 raise _Refused(404, f"there is no channel {name!r}")
+        if not allowed:
+            raise _Refused(403, "the token allows none of the channels")
         after = request.header("last-event-id") or "".join(request.query("last_event_id")[:1])
-        channels = frozenset(named) or self.broker.channels & allowed
+        channels = frozenset(named) or allowed
         try:
             return self.broker.open(identity.tenant, channels, after=after), identity
         except BrokerOff as error:
@@ -229,7 +270,7 @@ class BrokerApp:
         expires = None
         if identity.expires is not None:
             expires = loop.time() + identity.expires - self._clock.wall()
-        connection = _HttpStream(stream, expires, loop.time())
+        connection = _HttpStream(stream, receive, expires, loop.time())
         self._connections[connection] = None
         if len(self._connections) == 1:
             self._tasks.start(self._tick(), name=f"{self.broker.name}-tick")
@@ -245,12 +286,12 @@ class BrokerApp:
             if subscriber.end_reason != "gone":
                 connection.writing_since = loop.time()
                 await end(subscriber.end_reason)
+        except OSError:
+            pass  # the client is gone: some servers raise it, others ignore what is sent
         except asyncio.CancelledError:
-            # The client has not read for too long: the server closes the connection.
             if not connection.stalled:
                 raise
-            if connection.task is not None:
-                connection.task.uncancel()
+            connection.forgive()
         finally:
             self._connections.pop(connection, None)
             self.broker.close(stream)
@@ -269,9 +310,7 @@ class BrokerApp:
                 if connection.expires is not None and now >= connection.expires:
                     subscriber.end("expired")
                 if since is not None and now - since > self._send_timeout:
-                    connection.stalled = True
-                    if connection.task is not None:
-                        connection.task.cancel()
+                    connection.abort()
                 elif since is None and now - connection.last_sent >= self._keepalive:
                     subscriber.keepalive()
             await asyncio.sleep(TICK)
@@ -293,7 +332,7 @@ class BrokerApp:
             raise _Refused(401, "a token is needed, as Authorization: Bearer or X-API-Key")
         found: Identity | None = await awaited(self._authenticate(token))
         if found is None:
-            raise _Refused(401, "the token is not valid")
+            raise _Refused(401, "the token is not valid, or has expired")
         if found.expires is not None and found.expires <= self._clock.wall():
             raise _Refused(401, "the token has expired")
         return found
@@ -324,7 +363,10 @@ class _Request:
     """What is read of an ASGI scope."""
 
     def __init__(self, scope: Scope) -> None:
+        #: Empty for a WebSocket.
         self.method: str = scope.get("method", "")
+        #: Whether a WebSocket can be refused with any status.
+        self.may_refuse = "websocket.http.response" in (scope.get("extensions") or ())
         path: str = scope["path"]
         root: str = scope.get("root_path", "")
         # Mounted apps get the whole path, and their own prefix as the root path.
@@ -342,9 +384,15 @@ class _Request:
         return self._query.get(name, [])
 
     def cookie(self, name: str) -> str | None:
-        """The value of a cookie."""
-        found = SimpleCookie(self.header("cookie")).get(name)
-        return None if found is None else found.value
+        """The value of a cookie.
+
+        Each is parsed alone: other services of the host may set cookies in any syntax.
+        """
+        for each in self.header("cookie").split(";"):
+            key, _, value = each.partition("=")
+            if key.strip() == name:
+                return value.strip().strip('"')
+        return None
 
     @property
     def token(self) -> str | None:
@@ -359,6 +407,13 @@ async def _end_when_gone(receive: Receive, stream: LiveStream) -> None:
     stream.subscriber.end("gone")
 
 
-async def _respond(send: Send, status: int, body: bytes, headers: Headers) -> None:
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+@cache
+def _script() -> bytes:
+    return (files("moored.broker") / "static" / "subscribe.js").read_bytes()
+
+
+async def _respond(
+    send: Send, status: int, body: bytes, headers: Headers, kind: str = "http.response"
+) -> None:
+    await send({"type": f"{kind}.start", "status": status, "headers": headers})
+    await send({"type": f"{kind}.body", "body": body})

@@ -7,14 +7,20 @@ not valid. It may be async.
 from __future__ import annotations
 
 import hashlib
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moored.kernel import Clock, extra
+from moored.kernel import Clock, describe, extra
 
 __all__ = ["ApiKeys", "Authenticator", "Identity", "Jwt", "Tickets"]
+
+log = logging.getLogger("moored.broker")
+
+#: The most tickets that are valid at a time.
+MAX_TICKETS = 100_000
 
 
 class Identity(NamedTuple):
@@ -34,35 +40,45 @@ class ApiKeys:
     """An authenticator for API keys.
 
     :param keys: the tenant of each key; or a file with a key and its tenant on each line, which is
-        read again when it has changed. Empty lines and lines that begin with # are ignored.
+        read again when it has changed. Empty lines and lines that begin with # are ignored. While
+        the file is missing or has a mistake, the keys that were read last stay valid.
     """
 
     def __init__(self, keys: Mapping[str, str] | str | Path) -> None:
         self._path = None if isinstance(keys, Mapping) else Path(keys)
         self._changed = 0
+        self._mistake = ""
         # By their hashes: a comparison of hashes does not reveal a key by the time that it takes.
         self._tenants: dict[bytes, str] = {}
         if isinstance(keys, Mapping):
             self._tenants = {_hash(key): tenant for key, tenant in keys.items()}
         else:
-            self._refresh()
+            self._read(Path(keys))
 
     def __call__(self, token: str) -> Identity | None:
-        self._refresh()
+        if self._path is not None:
+            try:
+                self._read(self._path)
+                self._mistake = ""
+            except (OSError, ValueError) as error:
+                if (mistake := describe(error)) != self._mistake:
+                    log.error("the API keys are not updated: %s", mistake)
+                self._mistake = mistake
         tenant = self._tenants.get(_hash(token))
         return None if tenant is None else Identity(tenant)
 
-    def _refresh(self) -> None:
-        if self._path is None or (changed := self._path.stat().st_mtime_ns) == self._changed:
+    def _read(self, path: Path) -> None:
+        if (changed := path.stat().st_mtime_ns) == self._changed:
             return
         found: dict[bytes, str] = {}
-        for number, line in enumerate(self._path.read_text().splitlines(), 1):
+        for number, line in enumerate(path.read_text().splitlines(), 1):
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
             if len(words) != 2:
-                raise ValueError(f"{self._path}, line {number}: expected a key and a tenant")
-            found[_hash(words[0])] = words[1]
+                raise ValueError(f"{path}, line {number}: expected a key and a tenant")
+            if found.setdefault(_hash(words[0]), words[1]) != words[1]:
+                raise ValueError(f"{path}, line {number}: the key has another tenant above")
         self._tenants, self._changed = found, changed
 
 
@@ -118,13 +134,15 @@ class Tickets:
         self._clock = clock or Clock.current()
         self._tickets: dict[str, tuple[float, Identity]] = {}
 
-    def issue(self, identity: Identity) -> str:
-        """Return a ticket for an identity."""
+    def issue(self, identity: Identity) -> str | None:
+        """Return a ticket for an identity; None if there are too many."""
         now = self._clock.monotonic()
         while self._tickets and (oldest := next(iter(self._tickets))):
             if self._tickets[oldest][0] > now:
                 break
             del self._tickets[oldest]
+        if len(self._tickets) >= MAX_TICKETS:
+            return None
         ticket = secrets.token_urlsafe(24)
         self._tickets[ticket] = (now + self.lifetime, identity)
         return ticket

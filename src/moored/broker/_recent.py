@@ -40,12 +40,13 @@ class RecentEvents:
             self._forget()
         return event
 
-    def cut(self) -> None:
-        """Forget all events: some after them are missing."""
+    def cut(self) -> str:
+        """Forget all events, because some after them are missing; return the id to resume after."""
         while self._kept:
             self._forget()
         self._last += 1  # an id from before is not valid any more
         self._before = self._last
+        return f"{self._process}-{self._last}"
 
     def _forget(self) -> None:
         oldest = self._kept.popleft()
@@ -55,14 +56,14 @@ class RecentEvents:
     def position(self, id: str) -> Any:
         """Return the number of an event."""
         process, _, number = id.partition("-")
-        if process != self._process or not number.isdecimal() or int(number) > self._last:
+        if process != self._process or int(number) > self._last:
             raise HistoryLost("the event id is not one of this process")
         return int(number)
 
     async def read(
         self, after: Any, tenant: str, channels: frozenset[str], limit: int
     ) -> list[SourceEvent]:
-        """Return all events after a position."""
+        """Return events of the tenant after a position."""
         if after < self._before:
             raise HistoryLost("the history does not reach back to the event id")
         return [

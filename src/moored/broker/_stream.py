@@ -6,13 +6,25 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from moored.kernel import Backoff
+
 from ._audience import Item, StreamBuffer
-from ._events import HistoryLost, LiveEvent, ReplaySource, SlowSubscriber, SourceEvent
+from ._events import (
+    DEFECTS,
+    HistoryLost,
+    LiveEvent,
+    ReplaySource,
+    SlowSubscriber,
+    SourceEvent,
+    StreamComment,
+)
 
 __all__ = ["LiveStream"]
 
 #: How many events of the history are read at a time.
-PAGE = 500
+PAGE = 100
+#: Seconds between two attempts to read the history.
+RETRY = 0.5, 5.0
 
 
 class LiveStream:
@@ -20,6 +32,9 @@ class LiveStream:
 
     It yields `LiveEvent`, `StreamReset` and `Skipped`. It ends when the broker is drained, and
     raises `SlowSubscriber` if the buffer was full.
+
+    :ivar start: the id to resume after, if the stream ends before its first event; empty for a
+        stream that has resumed itself, or if the source has not begun.
     """
 
     def __init__(
@@ -27,37 +42,46 @@ class LiveStream:
         subscriber: StreamBuffer,
         replay: ReplaySource,
         after: Any,
+        start: str,
         *,
         admit: Callable[[SourceEvent], LiveEvent | None],
         on_lost: Callable[[StreamBuffer, str], None],
     ) -> None:
         self.subscriber = subscriber
-        #: The number of events that were read from the history.
-        self.replayed = 0
+        self.start = start
         self._replay = replay
         self._admit = admit
         self._on_lost = on_lost
         self._after = after
+        self._retry = Backoff(*RETRY, jitter="half")
         self._taken: list[Item] = []
 
     async def take(self) -> list[Item]:
         """Wait for events and return all that there are; an empty list if the stream has ended."""
         subscriber = self.subscriber
         while True:
-            if subscriber.replaying:
+            if not subscriber.replaying:
+                if found := subscriber.take():
+                    return found
+            elif not subscriber.end_reason:
                 if page := await self._read():
                     return page
                 continue
-            if found := subscriber.take():
-                return found
             if subscriber.end_reason:
                 return []
-            ready = asyncio.get_running_loop().create_future()
-            subscriber.on_ready = _waker(ready)
-            try:
+            await self._wait()
+
+    async def _wait(self, timeout: float | None = None) -> None:
+        """Wait until there is something to take, or the stream has ended."""
+        ready = asyncio.get_running_loop().create_future()
+        self.subscriber.on_ready = _waker(ready)
+        try:
+            if timeout is None:
                 await ready
-            finally:
-                subscriber.on_ready = None
+            else:
+                await asyncio.wait({ready}, timeout=timeout)
+        finally:
+            self.subscriber.on_ready = None
 
     async def _read(self) -> list[Item]:
         """Return the next events of the history; go live at its end."""
@@ -70,26 +94,32 @@ class LiveStream:
             if subscriber.replaying:
                 self._on_lost(subscriber, str(error))
             return []
+        except DEFECTS:
+            raise
+        except Exception:
+            # The server is down: the broker logs that, and the stream stays open.
+            await self._wait(self._retry.fail())
+            return [StreamComment()]
         if not subscriber.replaying:
             return []  # a gap of the source has made the history useless
-        if page:
-            self._after = page[-1].position
-        if len(page) < PAGE:
+        self._retry.succeed()
+        if not page:
             subscriber.caught_up(self._after)
-        found = [event for event in map(self._admit, page) if event is not None]
-        if any(event.tenant != subscriber.tenant for event in found):
-            raise AssertionError("the history has returned an event of another tenant")
-        self.replayed += len(found)
-        return [*found]
+            return []
+        self._after = page[-1].position
+        return [event for event in map(self._admit, page) if event and self._may_see(event)]
+
+    def _may_see(self, event: LiveEvent) -> bool:
+        return event.tenant == self.subscriber.tenant and event.channel in self.subscriber.channels
 
     def __aiter__(self) -> LiveStream:
         return self
 
     async def __anext__(self) -> Item:
-        if not self._taken:
-            self._taken = (await self.take())[::-1]
-        if self._taken:
-            return self._taken.pop()
+        while self._taken or (taken := await self.take()):
+            self._taken = self._taken or taken[::-1]
+            if not isinstance(item := self._taken.pop(), StreamComment):
+                return item
         if self.subscriber.end_reason == "slow":
             raise SlowSubscriber(
                 "the subscriber's buffer was full: read faster, raise buffer=, or choose another "

@@ -6,6 +6,9 @@ import json
 import re
 from collections.abc import Callable
 from typing import Any
+from uuid import UUID
+
+from moored.kernel import describe
 
 from ._events import SourceEvent
 
@@ -21,7 +24,7 @@ class Untold(ValueError):
 
 def canonical_uuid(value: Any) -> str:
     """Return a UUID in its canonical form; raises `ValueError` for anything else."""
-    text = value.lower() if isinstance(value, str) else ""
+    text = str(value).lower() if isinstance(value, str | UUID) else ""
     if _UUID.fullmatch(text) is None:
         raise ValueError(f"{value!r} is not a UUID")
     digits = text.replace("-", "")
@@ -39,19 +42,32 @@ class Tenants:
         self, field: str | Callable[[SourceEvent], str | None], canonical: Callable[[Any], str]
     ) -> None:
         self._field = field
-        self.canonical = canonical
+        self._canonical = canonical
+
+    def canonical(self, value: Any) -> str:
+        """Return the one form of a tenant's name; raises `ValueError`."""
+        try:
+            found = self._canonical(value)
+        except Exception as error:  # code of the user, and values of strangers
+            raise ValueError(describe(error)) from None
+        if not isinstance(found, str) or not found:
+            raise ValueError(f"{value!r} is not the name of a tenant")
+        return found
 
     def of(self, event: SourceEvent) -> str:
         """Return the tenant of an event; raises `Untold`.
 
-        If the source has named the tenant, a payload that names another one is refused.
+        If the source has named the tenant, a payload that names another one is refused, and a name
+        in another form, too: the history is searched for the canonical one.
         """
         named = self._named(event)
-        if event.tenant is None:
-            if named is _ABSENT:
+        if not event.tenant:
+            if named is _ABSENT or event.tenant is not None:
                 raise Untold("no_tenant")
             return self._checked(named)
         tenant = self._checked(event.tenant)
+        if tenant != event.tenant:
+            raise Untold("tenant_not_canonical")
         if named is not _ABSENT and self._checked(named) != tenant:
             raise Untold("other_tenant")
         return tenant
@@ -59,7 +75,10 @@ class Tenants:
     def _named(self, event: SourceEvent) -> Any:
         """Return what the payload names as its tenant."""
         if callable(self._field):
-            found = self._field(event)
+            try:
+                found = self._field(event)
+            except Exception:  # code of the user, and a payload of a stranger
+                raise Untold("bad_tenant") from None
             return _ABSENT if found is None else found
         try:
             pairs = json.loads(event.payload, object_pairs_hook=_Pairs)

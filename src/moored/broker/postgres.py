@@ -57,13 +57,16 @@ class OutboxEvents:
         self._outbox = outbox
         self._cursor: str | None = None
 
-    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap | None]:
         """Yield the events from the first call on; after an error, from the last one on."""
+        if self._cursor is not None:
+            await self._outbox.read(self._cursor, limit=1)
+            yield None  # the database answers
         async for batch in self._outbox.tail(self._cursor):
             if self._cursor is None:
-                yield SourceGap("the source has begun")
+                yield SourceGap("the source has begun", batch.cursor)
             elif batch.reset is not None:
-                yield SourceGap(batch.reset.reason)
+                yield SourceGap(batch.reset.reason, batch.cursor)
             for event in batch.events:
                 self._cursor = event.cursor
                 yield self._event(event)
@@ -71,33 +74,27 @@ class OutboxEvents:
 
     def position(self, id: str) -> Position:
         """Return the position of a cursor."""
-        try:
-            return self._outbox.place(id), id
-        except ValueError as error:
-            raise HistoryLost(str(error)) from None
+        place = self._outbox.place(id)
+        if not all(0 <= each < 2**63 for each in place):
+            raise HistoryLost("the event id is not one of an outbox")
+        return place, id
 
     async def read(
         self, after: Position, tenant: str, channels: frozenset[str], limit: int
     ) -> list[SourceEvent]:
         """Return events of the tenant after a position."""
-        found: list[SourceEvent] = []
-        while len(found) < limit:
-            batch = await self._outbox.read(
-                after[1], limit=limit - len(found), channels=sorted(channels), tenant=tenant
-            )
-            if batch.reset is not None:
-                raise HistoryLost(batch.reset.reason)
-            if not batch.events:
-                break
-            found += map(self._event, batch.events)
-            after = found[-1].position
-        return found
+        batch = await self._outbox.read(
+            after[1], limit=limit, channels=sorted(channels), tenant=tenant
+        )
+        if batch.reset is not None:
+            raise HistoryLost(batch.reset.reason)
+        return [*map(self._event, batch.events)]
 
     def _event(self, found: Any) -> SourceEvent:
         cursor: str = found.cursor
-        return SourceEvent(
-            found.channel, found.payload, found.tenant, cursor, (self._outbox.place(cursor), cursor)
-        )
+        position = self._outbox.place(cursor), cursor
+        # The column decides: an event without a tenant has none, whatever its payload names.
+        return SourceEvent(found.channel, found.payload, found.tenant or "", cursor, position)
 
 
 class ListenerEvents:

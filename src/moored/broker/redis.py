@@ -11,7 +11,8 @@ An id is that of the stream's entry, so a client may resume at any node. Needs `
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
 from moored.kernel import SECRETS, extra
@@ -27,6 +28,10 @@ __all__ = ["RedisEvents"]
 
 #: Milliseconds for which a read waits on the server, and how many entries it returns.
 BLOCK, BATCH = 5_000, 500
+#: Seconds for the answer to a command, which may have waited.
+TIMEOUT = 10.0
+#: The largest number of an entry's id.
+LARGEST = 2**64 - 1
 Position = tuple[int, int]
 START: Position = (0, 0)
 
@@ -41,9 +46,9 @@ class RedisEvents:
 
     def __init__(self, url: str, *, key: str = "moored:events", keep: int = 100_000) -> None:
         SECRETS.add_from(url)
-        # A read waits for BLOCK; the socket's timeout finds a server that has vanished.
+        # Without socket_timeout: before Python 3.12, redis-py may swallow a cancellation with it.
         self._client: Any = Redis.from_url(
-            url, decode_responses=True, socket_timeout=BLOCK / 1000 + 5, socket_connect_timeout=5
+            url, decode_responses=True, socket_timeout=None, socket_connect_timeout=5
         )
         self._key = key
         self._keep = keep
@@ -55,11 +60,10 @@ class RedisEvents:
         Raises redis-py's `ConnectionError` if the connection was lost: the event may have been
         added or not.
         """
-        fields: dict[Any, Any] = {"channel": channel, "payload": payload}
+        fields = {"channel": channel, "payload": payload}
         if tenant is not None:
             fields["tenant"] = tenant
-        found: str = await self._client.xadd(self._key, fields, maxlen=self._keep, approximate=True)
-        return found
+        return str(await self._add(fields))
 
     async def copy(self, outbox: OutboxLike) -> None:
         """Copy the events of an outbox into the stream, without end.
@@ -68,11 +72,11 @@ class RedisEvents:
         where the last one ended. An entry has the order of the outbox as its id, so copying an
         event twice has no effect. If the outbox is reset, the stream is emptied.
         """
-        newest = await self._client.xrevrange(self._key, count=1)
+        newest = await self._run(self._client.xrevrange(self._key, count=1))
         cursor = newest[0][1].get("cursor") if newest else None
         async for batch in outbox.tail(cursor):
             if batch.reset is not None:
-                await self._client.delete(self._key)
+                await self._run(self._client.delete(self._key))
             for event in batch.events:
                 fields = {"channel": event.channel, "payload": event.payload}
                 if event.tenant is not None:
@@ -82,10 +86,19 @@ class RedisEvents:
 
     async def _copy(self, id: str, fields: dict[str, str]) -> None:
         try:
-            await self._client.xadd(self._key, fields, id, maxlen=self._keep, approximate=True)
+            await self._add(fields, id)
         except ResponseError as error:
             if "equal or smaller" not in str(error):
                 raise  # else another process has copied it
+
+    async def _add(self, fields: dict[str, str], id: str = "*") -> Any:
+        command = self._client.xadd(self._key, fields, id, maxlen=self._keep, approximate=True)
+        return await self._run(command)
+
+    async def _run(self, command: Awaitable[Any]) -> Any:
+        """Return the answer to a command; raises `TimeoutError` if the server has vanished."""
+        async with asyncio.timeout(TIMEOUT):
+            return await command
 
     async def close(self) -> None:
         """Close the connections."""
@@ -93,64 +106,65 @@ class RedisEvents:
 
     # -- the source ----------------------------------------------------------------------------
 
-    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap | None]:
         """Yield new entries; after an error, from the last one on."""
         if self._last is None:
             self._last = await self._newest()
-            yield SourceGap("the source has begun")
-        elif not await self._has(self._last):
-            self._last = await self._newest()
-            yield SourceGap("entries of the Redis stream were lost")
+            yield SourceGap("the source has begun", _text(self._last))
         while True:
-            found = await self._client.xread(
-                {self._key: _text(self._last)}, count=BATCH, block=BLOCK
-            )
-            if not found and not await self._has(self._last):
+            found = await self._after(self._last, BATCH)
+            if found is None:
                 self._last = await self._newest()
-                yield SourceGap("entries of the Redis stream were lost")
-            for id, fields in _entries(found):
-                event = _event(id, fields)
+                yield SourceGap("entries of the Redis stream were lost", _text(self._last))
+                continue
+            yield None
+            for event in found:
                 self._last = event.position
                 yield event
+            if not found:
+                seen = {self._key: _text(self._last)}
+                await self._run(self._client.xread(seen, count=1, block=BLOCK))
 
     # -- the history ---------------------------------------------------------------------------
 
     def position(self, id: str) -> Position:
         """Return the two numbers of an entry's id."""
         time, _, number = id.partition("-")
-        if not (time.isdecimal() and number.isdecimal()):
+        found = int(time), int(number)
+        if found == START or not all(0 <= each <= LARGEST for each in found):
             raise HistoryLost("the event id is not one of a Redis stream")
-        return int(time), int(number)
+        return found
 
     async def read(
         self, after: Position, tenant: str, channels: frozenset[str], limit: int
     ) -> list[SourceEvent]:
         """Return entries of the tenant after a position."""
-        if not await self._has(after):
-            raise HistoryLost("the history does not reach back to the event id")
-        found: list[SourceEvent] = []
-        while len(found) < limit:
-            page = await self._client.xrange(self._key, min=f"({_text(after)}", count=BATCH)
-            events = [_event(id, fields) for id, fields in page or ()]
-            found += [each for each in events if each.channel in channels and _is_of(each, tenant)]
-            if len(events) < BATCH:
-                break
+        while True:
+            events = await self._after(after, limit)
+            if events is None:
+                raise HistoryLost("the history does not reach back to the event id")
+            found = [each for each in events if each.channel in channels and _is_of(each, tenant)]
+            if found or not events:
+                return found
             after = events[-1].position
-        return found[:limit]
 
     async def _newest(self) -> Position:
-        entries = await self._client.xrevrange(self._key, count=1)
+        entries = await self._run(self._client.xrevrange(self._key, count=1))
         return self.position(entries[0][0]) if entries else START
 
-    async def _has(self, position: Position) -> bool:
-        """Whether the stream has the entry, and so all after it: the oldest are removed first."""
+    async def _after(self, position: Position, count: int) -> list[SourceEvent] | None:
+        """Return entries after a position; None if the entry there is gone.
+
+        The oldest entries are removed first: if the one at the position exists, so do all later
+        ones.
+        """
         id = _text(position)
-        return position == START or bool(await self._client.xrange(self._key, id, id))
-
-
-def _entries(found: Any) -> Iterator[tuple[str, dict[str, str]]]:
-    for _, entries in found or ():
-        yield from entries
+        entries = await self._run(self._client.xrange(self._key, min=id, count=count + 1))
+        if position != START:
+            if not entries or entries[0][0] != id:
+                return None
+            del entries[0]
+        return [_event(*entry) for entry in entries]
 
 
 def _is_of(event: SourceEvent, tenant: str) -> bool:
