@@ -29,18 +29,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
     Those of a missing publication run on both: from 18 on, it does not end the stream.
     """
-    versions = ["18", "installed"]
-    if "missing_publication" not in metafunc.function.__name__ and scaled(100) < 100:
-        versions = [versions[zlib.crc32(metafunc.function.__name__.encode()) % 2]]
+    name, versions = metafunc.function.__name__, ["18", "installed", "16"]
+    if scaled(100) < 100:
+        both = "missing_publication" in name
+        versions = versions[:2] if both else [versions[zlib.crc32(name.encode()) % 2]]
     metafunc.parametrize("postgres", versions, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 def postgres(request: pytest.FixtureRequest) -> Iterator[SyncEmbeddedPostgres]:
     """A server of the version that the test is for."""
-    installed = request.param == "installed"
-    bin_dir = Path(require_server("postgres")).parent if installed else None
-    with SyncEmbeddedPostgres(bin_dir=bin_dir) as server:
+    if request.param == "installed":
+        server = SyncEmbeddedPostgres(bin_dir=Path(require_server("postgres")).parent)
+    else:
+        server = SyncEmbeddedPostgres(version=int(request.param))
+    with server:
         yield server
 
 
@@ -300,16 +303,23 @@ async def test_an_owner_of_the_publication_who_does_not_own_a_table(
             f"grant create on database {sql.info.dbname} to reader_{stream_id}",
             f"alter publication mine owner to reader_{stream_id}",
         )
-        async with Postgres(
-            url, stream_id=stream_id, state_dir=tmp_path, pool_size=2, publication="mine"
-        ) as pg:
+        options: dict[str, Any] = {"state_dir": tmp_path, "pool_size": 2, "check_every": 0.2}
+        async with Postgres(url, stream_id=stream_id, publication="mine", **options) as pg:
             other = pg.changes("other", tables=["other"])
             said = await refusal(pg.changes("orders", tables=["orders"]))
             assert "must be owner of table orders" in said
             await carry_out(sql, said)
-            await streams(pg.changes("orders", tables=["orders"]), sql, pg)
+            orders = pg.changes("orders", tables=["orders"])
+            await streams(orders, sql, pg)
             await run(sql, "insert into other values (1)")
             assert ids(await following(other)) == [1]
+            await run(
+                sql,
+                "begin; drop table orders; create table orders (id int primary key, name text); "
+                "alter publication mine add table orders; commit",
+            )
+            assert "another table" in (await next_reset(orders)).reason
+            await streams(orders, sql, pg)
 
 
 # -- what others do to publication, slot and tables ------------------------------------------------

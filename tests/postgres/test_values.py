@@ -203,6 +203,26 @@ def test_a_value_that_does_not_fit_the_description_of_its_type_stays_as_it_is(
         assert second["g"].b == "x"
 
 
+def test_a_part_of_a_value_that_python_cannot_represent_stays_as_it_is(recorder: Recorder) -> None:
+    slot = recorder.slot()
+    recorder.run(
+        "create domain moment as timestamptz",
+        "create type span as (begins moment, ends timestamptz, label text)",
+        "create table moments (one moment, many moment[], s span)",
+        "insert into moments values ('infinity', '{-infinity}', ('infinity', '-infinity', 'x'))",
+    )
+    for options in ({}, {"binary": "true"}):
+        for _ in range(2):  # with general code, and with code that is generated for the table
+            rows = streamed(recorder, slot, Types(), **options)
+            expected = {
+                "one": "infinity",
+                "many": ["-infinity"],
+                "s": ("infinity", "-infinity", "x"),
+            }
+            assert rows == [expected] * len(rows)
+            recorder.run(*["insert into moments select * from moments limit 1"] * 5)
+
+
 def test_a_dropped_type_is_read_as_text(recorder: Recorder) -> None:
     slot = recorder.slot()
     recorder.run(

@@ -95,6 +95,13 @@ ORDER BY 1, 2
 _EVERYTHING = "publish = 'insert, update, delete, truncate'"
 _VIA_ROOT = "publish_via_partition_root = true"
 
+#: Errors for a table that is locked by another session, or that was just renamed, and for a
+#: publication that was just dropped.
+_LATER = (
+    psycopg.errors.LockNotAvailable,
+    psycopg.errors.UndefinedTable,
+    psycopg.errors.UndefinedObject,
+)
 #: Errors of the server for a table that can never be published as it is.
 _REFUSED = (psycopg.ProgrammingError, psycopg.NotSupportedError, psycopg.DataError)
 
@@ -220,19 +227,20 @@ class Publisher:
 
     def _not_published(self, tables: Sequence[Table]) -> str:
         named = " and ".join(table.exact for table in tables)
+        missing = self._by_hand(tables)
+        todo = f": its owner must run {missing}" if missing else ""
         return (
             f"the publication {self._publication} does not publish all changes of {named} under "
-            f"that name: its owner must run {self._by_hand(tables)}. Changes of a partition are "
-            "published under the name of its partitioned table, if that is in the publication as "
-            "well"
+            f"that name{todo}. Changes of a partition are published under the name of its "
+            "partitioned table, if that is in the publication as well"
         )
 
     def _by_hand(self, tables: Sequence[Table]) -> str:
         """Return the statements that publish tables, for the owner of tables and publication."""
         altered = f"ALTER PUBLICATION {sql.Identifier(self._publication).as_string(None)}"
         options = _options(tables)
-        added = ", ".join(table.quoted for table in tables if not table.listed)
-        keyless = [leaf for table in tables for leaf in table.keyless]
+        added = ", ".join(table.quoted for table in tables if table.is_new)
+        keyless = [leaf for table in tables if table.is_new for leaf in table.keyless]
         return "; ".join(
             [
                 # Without the lock, what running transactions have written would be missing.
@@ -271,11 +279,13 @@ class Publisher:
                 continue
             try:
                 confirmed |= await self._publish_under_lock(conn, {name: table}, "")
-            except (psycopg.errors.LockNotAvailable, psycopg.errors.UndefinedTable):
-                busy.add(name)  # locked by another session, or just renamed
+            except _LATER:
+                busy.add(name)
             except _REFUSED as error:
                 why = f"its tables cannot be published: {describe(error)}"
                 if isinstance(error, psycopg.errors.InsufficientPrivilege):
+                    if table.published and table.complete:
+                        continue  # by its owner; only the lock is missing
                     why += (
                         f". Let this user own {table.exact} and the publication "
                         f"{self._publication}, or let their owner run {self._by_hand([table])}"
