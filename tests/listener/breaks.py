@@ -20,7 +20,19 @@ from psycopg.conninfo import conninfo_to_dict
 
 from moored.postgres.listen import Gap, Listener, Notification, Subscription
 
-__all__ = ["LIMIT", "BlackHole", "black_hole", "listener_pids", "next_event", "run_sql", "until"]
+__all__ = [
+    "LIMIT",
+    "BlackHole",
+    "black_hole",
+    "flow",
+    "flow_after_gap",
+    "flow_until_gap",
+    "listener_pids",
+    "next_event",
+    "run_sql",
+    "until",
+    "until_down",
+]
 
 #: How long anything may take that takes at most 10 s on an idle machine.
 LIMIT = 30.0
@@ -50,6 +62,53 @@ async def until(condition: Callable[[], Awaitable[object]], limit: float = LIMIT
     async with asyncio.timeout(limit):
         while not await condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.02)
+
+
+@asynccontextmanager
+async def flow(url: str) -> AsyncIterator[None]:
+    """Notifications on channel a all the time, by a connection that is replaced when it is lost.
+
+    They are numbered: "2/17" is the eighteenth of the third connection.
+    """
+
+    async def send() -> None:
+        for connection in itertools.count():
+            with contextlib.suppress(psycopg.OperationalError):
+                async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+                    for number in itertools.count():
+                        await conn.execute(f"notify a, '{connection}/{number}'".encode())
+                        await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)
+
+    sending = asyncio.create_task(send())
+    try:
+        yield
+    finally:
+        sending.cancel()
+        await asyncio.wait({sending})
+
+
+async def flow_until_gap(events: Subscription) -> Gap:
+    """Return the next gap; no notification is missing before it."""
+    before: list[str] = []
+    while not isinstance(event := await next_event(events), Gap):
+        before.append(event.payload)
+    assert_unbroken(before)
+    return event
+
+
+async def flow_after_gap(events: Subscription, count: int = 20) -> None:
+    """Notifications arrive, and none is missing."""
+    found = [await next_event(events) for _ in range(count)]
+    assert_unbroken([event.payload for event in found if isinstance(event, Notification)])
+    assert not any(isinstance(event, Gap) for event in found), found
+
+
+def assert_unbroken(payloads: list[str]) -> None:
+    """The numbers of each connection follow each other."""
+    numbers = [tuple(map(int, payload.split("/"))) for payload in payloads]
+    for (one, first), (other, second) in itertools.pairwise(numbers):
+        assert (other, second) == ((one, first + 1) if one == other else (other, 0)), payloads
 
 
 async def until_down(listener: Listener) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import psycopg
@@ -19,7 +21,17 @@ from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Health
 from moored.postgres.listen import Gap, Listener, Subscription
 
-from .breaks import LIMIT, black_hole, listener_pids, next_event, run_sql
+from .breaks import (
+    LIMIT,
+    black_hole,
+    flow,
+    flow_after_gap,
+    flow_until_gap,
+    listener_pids,
+    next_event,
+    run_sql,
+    until_down,
+)
 
 
 @pytest.fixture(
@@ -36,44 +48,51 @@ def server(request: pytest.FixtureRequest) -> Iterator[SyncEmbeddedPostgres]:
         yield made
 
 
-async def until_down(listener: Listener) -> None:
-    await listener.monitor.wait_until(lambda _: not listener.up, LIMIT)
+@asynccontextmanager
+async def listening(
+    url: str, heartbeat: float = 5.0
+) -> AsyncIterator[tuple[Listener, Subscription]]:
+    """A listener, and notifications that flow."""
+    async with (
+        Listener(url, heartbeat=heartbeat) as listener,
+        listener.subscribe("a") as events,
+        flow(url),
+    ):
+        yield listener, events
 
 
-async def assert_recovers(listener: Listener, events: Subscription, url: str, began: float) -> Gap:
-    """The next event is a gap, and the next notification arrives."""
-    gap = await next_event(events)
-    assert isinstance(gap, Gap), gap
+async def assert_recovers(listener: Listener, events: Subscription, began: float) -> Gap:
+    """Nothing is missing before the gap, nor after it; the numbers of a `flow` show it."""
+    gap = await flow_until_gap(events)
     assert began - LIMIT < gap.since <= time.time()
     assert listener.up
-    await run_sql(url, "notify a, 'after'")
-    assert (await next_event(events))[:2] == ("a", "after")
+    await flow_after_gap(events)
     assert listener.statistics()["reconnects"] >= 1
     return gap
 
 
 async def test_a_terminated_backend(server: SyncEmbeddedPostgres) -> None:
-    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+    async with listening(server.url) as (listener, events):
         began = time.time()
         [pid] = await listener_pids(server.url)
         await run_sql(server.url, f"select pg_terminate_backend({pid})")
-        gap = await assert_recovers(listener, events, server.url, began)
+        gap = await assert_recovers(listener, events, began)
         assert "administrator" in gap.reason
 
 
 async def test_a_fast_restart(server: SyncEmbeddedPostgres) -> None:
-    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+    async with listening(server.url) as (listener, events):
         began = time.time()
         await asyncio.to_thread(server.restart)
-        await assert_recovers(listener, events, server.url, began)
+        await assert_recovers(listener, events, began)
 
 
 async def test_a_killed_backend_which_resets_the_server(server: SyncEmbeddedPostgres) -> None:
-    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+    async with listening(server.url) as (listener, events):
         began = time.time()
         [pid] = await listener_pids(server.url)
         os.kill(pid, signal.SIGKILL)
-        await assert_recovers(listener, events, server.url, began)
+        await assert_recovers(listener, events, began)
 
 
 async def test_an_idle_session_timeout(server: SyncEmbeddedPostgres) -> None:
@@ -95,15 +114,12 @@ async def test_a_heartbeat_prevents_an_idle_session_timeout(server: SyncEmbedded
 
 
 async def test_a_stalled_server_process(server: SyncEmbeddedPostgres) -> None:
-    async with (
-        Listener(server.url, heartbeat=0.5) as listener,
-        listener.subscribe("a") as events,
-    ):
+    async with listening(server.url, heartbeat=0.5) as (listener, events):
         began = time.time()
         [pid] = await listener_pids(server.url)
         os.kill(pid, signal.SIGSTOP)
         try:
-            gap = await assert_recovers(listener, events, server.url, began)
+            gap = await assert_recovers(listener, events, began)
             assert "no answer" in gap.reason or "does not answer" in gap.reason
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -117,9 +133,11 @@ async def test_a_silent_black_hole(server: SyncEmbeddedPostgres, heartbeat: floa
         black_hole(server.url) as hole,
         Listener(hole.url, heartbeat=heartbeat) as listener,
         listener.subscribe("a") as events,
+        # A flow would be in flight at the cut, and not idle.
+        contextlib.AsyncExitStack() as stack,
     ):
-        await run_sql(server.url, "notify a, 'before'")
-        assert (await next_event(events))[:2] == ("a", "before")
+        await run_sql(server.url, "notify a, '0/0'")
+        assert (await next_event(events))[:2] == ("a", "0/0")
         began = time.time()
         hole.cut()
         await until_down(listener)
@@ -127,7 +145,8 @@ async def test_a_silent_black_hole(server: SyncEmbeddedPostgres, heartbeat: floa
         # Queries by another path are not affected, and neither is the loop.
         await run_sql(server.url, "notify a, 'lost'")
         hole.heal()
-        await assert_recovers(listener, events, server.url, began)
+        await stack.enter_async_context(flow(server.url))
+        await assert_recovers(listener, events, began)
 
 
 async def test_a_subscription_during_a_black_hole_does_not_hang(
@@ -167,10 +186,10 @@ async def test_queries_work_while_the_direct_path_is_down(server: SyncEmbeddedPo
 
 @pytest.mark.soak
 async def test_sixty_seconds_of_downtime(server: SyncEmbeddedPostgres) -> None:
-    async with Listener(server.url) as listener, listener.subscribe("a") as events:
+    async with listening(server.url) as (listener, events):
         began = time.time()
         await asyncio.to_thread(server.kill)
         await asyncio.sleep(60.0)
         assert listener.statistics()["failed_series"] >= 2
         await asyncio.to_thread(server.start)
-        await assert_recovers(listener, events, server.url, began)
+        await assert_recovers(listener, events, began)

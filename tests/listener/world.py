@@ -59,6 +59,8 @@ class Session(DirectConnection):
             action(*args)
 
     def _send(self, sql: bytes) -> None:
+        if self.ended and self.server.sim.random(0.0, 1.0) < 0.5:
+            self._fail(BrokenPipeError(errno.EPIPE, "broken pipe"))
         self._later(self._execute, sql.decode())
 
     def _execute(self, sql: str) -> None:
