@@ -19,7 +19,10 @@ from moored.testing import scaled
 
 ROOT = Path(__file__).parent.parent
 #: Examples that need a server and run until stopped, with the test that runs each.
-RUN_ELSEWHERE = {"mqtt_bot": "tests/sessions/test_docs.py"}
+RUN_ELSEWHERE = {
+    "mqtt_bot": "tests/sessions/test_docs.py",
+    "orders_service": "tests/app/test_orders_service.py",
+}
 EXAMPLES = sorted(
     path for path in (ROOT / "examples").glob("[a-z]*.py") if path.stem not in RUN_ELSEWHERE
 )

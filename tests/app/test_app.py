@@ -111,6 +111,28 @@ async def test_a_part_waits_for_the_parts_that_it_comes_after() -> None:
         assert seen == ["other", "slow is ready", "later"]
 
 
+async def test_a_component_that_runs_once_is_ready_when_it_has_returned() -> None:
+    app, gate, seen = new(), asyncio.Event(), []
+
+    @app.component(once=True)
+    async def migrate(ctx: ComponentContext) -> None:
+        await gate.wait()
+        seen.append("migrated")
+
+    @app.component(after=["migrate"])
+    async def work(ctx: ComponentContext) -> None:
+        seen.append("works")
+        await asyncio.Event().wait()
+
+    async with app:
+        await asyncio.sleep(0)
+        assert app.status == "starting"
+        assert seen == []
+        gate.set()
+        await app.ready(LIMIT)
+        assert seen == ["migrated", "works"]
+
+
 # -- health ------------------------------------------------------------------------------------
 
 

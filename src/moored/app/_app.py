@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from moored.kernel import Recorder, Restart, Tree
+from moored.kernel import Recorder, Tree
 from moored.service import HTTP, Config, Part, Service, ServiceError, Status, load_config, serve
 
 from ._asgi import AppEndpoint
 from ._component import Handle, Run, component_part, consumer_part
-from ._parts import Entry
+from ._parts import PartEntry
 
 if TYPE_CHECKING:
     from moored.broker import Broker
@@ -128,13 +128,17 @@ class App:
         after: Iterable[str] = (),
         **options: Any,
     ) -> Broker:
-        """Add a broker of live events; `options` are those of `Broker`."""
+        """Add a broker of live events; `options` are those of `Broker`.
+
+        :param source: a Postgres of this app, for the events of its outbox, or an `EventSource`.
+        """
         from moored.broker import Broker
 
-        from ._systems import broker_part
+        from ._systems import broker_part, source_options
 
         entry = self._entry(name, required, after)
-        broker = Broker(source, name=entry.name, recorder=self.recorder, **options)
+        given = {**source_options(source), **options}
+        broker = Broker(name=entry.name, recorder=self.recorder, **given)
         self._add(broker_part(entry, broker))
         return broker
 
@@ -149,7 +153,7 @@ class App:
         name: str | None = None,
         required: bool = True,
         after: Iterable[str] = (),
-        restart: str = Restart.TRANSIENT,
+        once: bool = False,
         shutdown: float = 5.0,
     ) -> Callable[[Run], Run]: ...
 
@@ -161,17 +165,21 @@ class App:
         name: str | None = None,
         required: bool = True,
         after: Iterable[str] = (),
-        restart: str = Restart.TRANSIENT,
+        once: bool = False,
         shutdown: float = 5.0,
     ) -> Any:
         """Add a coroutine function: restarted when it fails, stopped in order.
 
         As a decorator, with or without arguments. The function gets a `ComponentContext`.
+
+        :param once: whether it is ready when it has returned, and not when it has begun: for a
+            migration that other parts come after.
+        :param shutdown: the seconds that it may take to end once it is cancelled.
         """
 
         def add(run: Run) -> Run:
             entry = self._entry(name or run.__name__, required, after)
-            self._add(component_part(entry, run, restart=restart, shutdown=shutdown))
+            self._add(component_part(entry, run, once=once, shutdown=shutdown))
             return run
 
         return add if run is None else add(run)
@@ -203,7 +211,7 @@ class App:
         """Add a part of another kind: see `moored.service.Part`."""
         self._add(part)
 
-    def _entry(self, name: str, required: bool, after: Iterable[str]) -> Entry:
+    def _entry(self, name: str, required: bool, after: Iterable[str]) -> PartEntry:
         after = tuple(after)
         unknown = [each for each in after if each not in self._parts]
         if unknown:
@@ -211,7 +219,7 @@ class App:
                 f"{name}: after={unknown[0]!r} names no part that was added before it; "
                 f"there are {', '.join(self._parts) or 'none'}"
             )
-        return Entry(name, required, after)
+        return PartEntry(name, required, after)
 
     def _add(self, part: Part) -> None:
         if self._service is not None:

@@ -12,7 +12,7 @@ from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder
 from moored.postgres import Postgres, Reset, Transaction
 from moored.service import Part, Status, Wiring
 
-from ._parts import RETRY, Entry, Shown, listed
+from ._parts import RETRY, PartEntry, Shown, listed
 
 __all__ = ["ComponentContext", "component_part", "consumer_part"]
 
@@ -26,7 +26,7 @@ class ComponentContext:
     A component is healthy from its start until it fails, unless it reports its health itself.
     """
 
-    def __init__(self, ctx: Context, wiring: Wiring, entry: Entry, stack: ExitStack) -> None:
+    def __init__(self, ctx: Context, wiring: Wiring, entry: PartEntry, stack: ExitStack) -> None:
         self._ctx = ctx
         self._wiring = wiring
         self._entry = entry
@@ -94,7 +94,7 @@ class ComponentContext:
         return f"<ComponentContext {self.path} generation {self.generation}>"
 
 
-def component_part(entry: Entry, run: Run, *, restart: str, shutdown: float) -> Part:
+def component_part(entry: PartEntry, run: Run, *, once: bool, shutdown: float) -> Part:
     """Return a part that runs a coroutine of the user's."""
 
     def build(wiring: Wiring) -> Sequence[Child]:
@@ -103,19 +103,18 @@ def component_part(entry: Entry, run: Run, *, restart: str, shutdown: float) -> 
             if not entry.after:
                 ctx.started()
             with ExitStack() as stack, entry.failing(wiring):
-                wiring.health(entry.name, "active", "")
+                wiring.health(entry.name, *(("starting", "it runs") if once else ("active", "")))
                 await run(ComponentContext(ctx, wiring, entry, stack))
             wiring.health(entry.name, "active", "it has finished")
 
-        return [
-            Child("run", supervised, backoff=RETRY, restart=restart, shutdown=shutdown)  # type: ignore[arg-type]
-        ]
+        child = Child("run", supervised, backoff=RETRY, restart="transient", shutdown=shutdown)
+        return [child]
 
     return entry.part(build)
 
 
 def consumer_part(
-    entry: Entry, pg: Postgres, consumer: str, tables: Iterable[str], handle: Handle
+    entry: PartEntry, pg: Postgres, consumer: str, tables: Iterable[str], handle: Handle
 ) -> Part:
     """Return a part that calls a function for each transaction, and then acknowledges it."""
     wanted = list(tables)
@@ -134,4 +133,4 @@ def consumer_part(
                 handled, last = handled + 1, str(item.position)
                 ctx.healthy()
 
-    return component_part(entry, run, restart="permanent", shutdown=30.0)
+    return component_part(entry, run, once=False, shutdown=30.0)

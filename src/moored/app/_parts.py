@@ -13,7 +13,7 @@ from prometheus_client.registry import Collector
 from moored.kernel import Backoff, Child, Context, Tree, describe
 from moored.service import Part, Status, System, Wiring
 
-__all__ = ["RETRY", "STOP_TIMEOUT", "Entry", "Judgement", "Shown", "listed", "system_part"]
+__all__ = ["RETRY", "STOP_TIMEOUT", "Judgement", "PartEntry", "Shown", "listed", "system_part"]
 
 #: Seconds between two looks at the health of a system.
 LOOK = 0.25
@@ -35,7 +35,7 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Entry:
+class PartEntry:
     """What all parts of an app have: a name, and their place among the others."""
 
     name: str
@@ -82,7 +82,7 @@ class Entry:
 
 
 def system_part(
-    entry: Entry,
+    entry: PartEntry,
     child: str,
     running: Callable[[], AbstractAsyncContextManager[object]],
     shown: System,

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from moored.broker import Broker
+from moored.broker.postgres import OutboxEvents
 from moored.broker.prometheus import BrokerCollector
 from moored.kernel import Child, Context, Tree, counted, describe
 from moored.postgres import ConfigurationError, Postgres
@@ -19,12 +20,12 @@ from moored.service import Part, ServiceError, ShownPostgres, Wiring
 from moored.sessions import Sessions
 from moored.sessions.prometheus import SessionsCollector
 
-from ._parts import RETRY, STOP_TIMEOUT, Entry, Judgement, Shown, system_part
+from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
 
 #: Sessions in the tree: there may be thousands.
 SHOWN_SESSIONS = 20
 
-__all__ = ["broker_part", "pool_part", "postgres_part", "sessions_part"]
+__all__ = ["broker_part", "pool_part", "postgres_part", "sessions_part", "source_options"]
 
 
 class _Openable(Protocol):
@@ -42,7 +43,7 @@ async def _opened(system: _Openable) -> AsyncIterator[None]:
         await system.close()
 
 
-def pool_part(entry: Entry, pool: AsyncConnectionPool[Any]) -> Part:
+def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
     """Return a part that keeps a pool open."""
     reservoir = pool.reservoir
 
@@ -76,7 +77,7 @@ def pool_part(entry: Entry, pool: AsyncConnectionPool[Any]) -> Part:
     )
 
 
-def sessions_part(entry: Entry, sessions: Sessions) -> Part:
+def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
     """Return a part that keeps the sessions of all accounts."""
 
     def states() -> Counter[str]:
@@ -104,7 +105,25 @@ def sessions_part(entry: Entry, sessions: Sessions) -> Part:
     )
 
 
-def broker_part(entry: Entry, broker: Broker) -> Part:
+class _OutboxOf:
+    """The outbox of a Postgres that may not be open yet."""
+
+    def __init__(self, pg: Postgres) -> None:
+        self._pg = pg
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._pg.outbox, name)
+
+
+def source_options(source: Any) -> dict[str, Any]:
+    """Return the options of a broker for a source: the outbox of a Postgres is its history too."""
+    if not isinstance(source, Postgres):
+        return {"source": source}
+    events = OutboxEvents(_OutboxOf(source))
+    return {"source": events, "replay": events}
+
+
+def broker_part(entry: PartEntry, broker: Broker) -> Part:
     """Return a part that feeds a broker."""
 
     def judge() -> Judgement:
@@ -126,7 +145,7 @@ def broker_part(entry: Entry, broker: Broker) -> Part:
     )
 
 
-def postgres_part(entry: Entry, pg: Postgres) -> Part:
+def postgres_part(entry: PartEntry, pg: Postgres) -> Part:
     """Return a part that runs a connection manager."""
 
     def build(wiring: Wiring) -> Sequence[Child]:

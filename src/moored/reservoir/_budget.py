@@ -88,7 +88,10 @@ class Budget:
         if budget is None:
             budget = cls(endpoint, user)
             cls._shared[key] = budget
-        elif (budget.config.rate, budget.config.burst) != (config.rate, config.burst):
+        elif (config.rate, config.burst) not in (
+            (budget.config.rate, budget.config.burst),
+            (ReservoirConfig.rate, ReservoirConfig.burst),  # it has set none
+        ):
             log.warning(
                 "a pool to %s is configured with %g connects per second, but another pool to the "
                 "same server has set %g: both share that limit",
