@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 
 async def scenario(sim: Sim) -> Counter[str]:
     """Two consumers follow a table while four writers change it."""
-    table = SimulatedTable({key: "first" for key in range(0, KEYS, 2)})
+    table = SimulatedTable(dict.fromkeys(range(0, KEYS, 2), "first"))
     consumers = [Exact(sim, table), AtLeastOnce(sim, table)]
     over = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:

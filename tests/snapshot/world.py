@@ -1,8 +1,8 @@
 """A simulated table with concurrent writers, its stream and its snapshots, and a consumer.
 
-As in PostgreSQL, a commit has two steps: it is written to the WAL, which is the order of the stream,
-and a moment later it becomes visible to snapshots; until then it holds its locks. Transaction IDs
-pass 2**32, and the stream has their lower half.
+As in PostgreSQL, a commit has two steps: it is written to the WAL, which is the order of the
+stream, and a moment later it becomes visible to snapshots; until then it holds its locks.
+Transaction IDs pass 2**32, and the stream has their lower half.
 """
 
 from __future__ import annotations
@@ -224,7 +224,8 @@ class AtLeastOnce(Exact):
         self.saw["a crash"] += 1
         self._next = self._acknowledged
         chunks = self._state.chunks
-        self._state, self._again = CopyState(chunks[: self._acked]), list(chunks[self._acked :])
+        self._state = CopyState(chunks[: self._acked])
+        self._again = [*chunks[self._acked :], *self._again]
 
     def _copy(self) -> None:
         if not self._again:

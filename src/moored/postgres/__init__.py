@@ -18,6 +18,7 @@ from .decode import (
     Truncate,
     Update,
 )
+from .doctor import Connected, Examination, Finding, Severity, examine
 from .listen import Gap, Listener, Notification, NotifyRefused, PoolerRefused, Subscription
 from .outbox import (
     ConsumerLag,
@@ -31,6 +32,7 @@ from .outbox import (
     OutboxUpkeep,
 )
 from .report import ConnectionState, Health, Persistent, Status
+from .snapshot import CopyPosition, CopyProgress, Follow, Rows, Snapshot
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # The connection manager and its consumers
@@ -41,6 +43,12 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Reset",
     "StackEvent",
     "Transaction",
+    # Copies of tables
+    "CopyPosition",
+    "CopyProgress",
+    "Follow",
+    "Rows",
+    "Snapshot",
     # The outbox
     "ConsumerLag",
     "HeldBack",
@@ -50,6 +58,12 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "OutboxEvent",
     "OutboxStatus",
     "OutboxUpkeep",
+    # The doctor
+    "Connected",
+    "Examination",
+    "Finding",
+    "Severity",
+    "examine",
     # The listener
     "Gap",
     "Listener",

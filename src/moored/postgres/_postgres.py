@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -48,6 +48,7 @@ from .report import (
     with_health,
 )
 from .server import _admin
+from .snapshot import CopyMeter, CopyPosition, Follow, SavedCopies, Snapshot, TableReader
 
 __all__ = ["Postgres", "StackEvent"]
 
@@ -168,6 +169,7 @@ class Postgres:
         self._restarts = 0
         self._stack = stack = Stack(self.settings, self.clock, self.recorder, self._status_of)
         self._hub, self._core = stack.hub, stack.core
+        self._saved_copies = SavedCopies(stack.store)
         self.machine, self.monitor = stack.machine, stack.monitor
         #: The last events, the oldest first.
         self.last_events = stack.events.last
@@ -396,6 +398,101 @@ class Postgres:
         self._wake_soon()
         return self._hub.attach(consumer, tables=tuple(tables), start=start)
 
+    def snapshot(
+        self,
+        table: str,
+        *,
+        where: str | None = None,
+        columns: Sequence[str] | None = None,
+        chunk_rows: int = 20_000,
+        consistent: bool = False,
+        start: CopyPosition | str | None = None,
+    ) -> Snapshot:
+        """Return the rows of a table: `async with pg.snapshot("orders") as snapshot`.
+
+        :param where: a condition in SQL, as after WHERE; it is not escaped.
+        :param columns: the columns to read, besides the key; by default all.
+        :param chunk_rows: the number of rows that are read in one transaction, and buffered.
+        :param consistent: read all rows with one snapshot, in one transaction, which holds back
+            vacuum while it is open.
+        :param start: the `position` of a snapshot that was not finished: continue it.
+        """
+        self._check_open()
+        reader = self._reader(table, where, columns, chunk_rows, "snapshot()")
+        return Snapshot(
+            reader,
+            lambda: self._hub.history,
+            CopyMeter(self._stack.events.emit, self.clock),
+            consistent=consistent,
+            start=CopyPosition.parse(start) if isinstance(start, str) else start,
+        )
+
+    def follow(
+        self,
+        table: str,
+        *,
+        consumer: str = "default",
+        where: str | None = None,
+        columns: Sequence[str] | None = None,
+        chunk_rows: int = 20_000,
+        begin_again: bool = True,
+        start: CopyPosition | Position | str | None = None,
+    ) -> Follow:
+        """Return the rows of a table, and then its changes: `async for item in pg.follow(…)`.
+
+        Items are `Rows`, transactions, and a `Reset` when the copy must begin again: discard what
+        was delivered before. After a crash, it continues after the last acknowledged item.
+
+        :param consumer: the name under which acknowledgements are stored, as of `changes()`.
+        :param where: a condition in SQL, as after WHERE; it is not escaped. The rows of each
+            transaction are then read from the server: a row that meets it is an `Update`, and any
+            other one a `Delete`.
+        :param columns: the columns to deliver, besides the key; by default all.
+        :param chunk_rows: the number of rows that are read in one transaction, and delivered as one
+            item.
+        :param begin_again: begin again by itself after a `Reset`; otherwise the iteration ends.
+        :param start: the `position` of an item, which the consumer has stored itself.
+        """
+        reader = self._reader(table, where, columns, chunk_rows, "follow()")
+        if isinstance(start, (Position, str)):
+            start = CopyPosition.parse(str(start))
+        changes = self.changes(
+            consumer, tables=[table], start=None if start is None else start.position
+        )
+        return Follow(
+            changes,
+            self._hub,
+            self._saved_copies,
+            reader,
+            CopyMeter(self._stack.events.emit, self.clock),
+            where=where is not None,
+            columns=columns is not None,
+            begin_again=begin_again,
+            start=start,
+        )
+
+    def _reader(
+        self,
+        table: str,
+        where: str | None,
+        columns: Sequence[str] | None,
+        chunk_rows: int,
+        caller: str,
+    ) -> TableReader:
+        wrong = mistakes([table])
+        if chunk_rows < 1:
+            wrong.append(f"chunk_rows={chunk_rows!r} must be at least 1")
+        refuse(caller, wrong)
+        return TableReader(
+            self.connection,
+            self._stack.types,
+            table,
+            where=where,
+            columns=columns,
+            rows=chunk_rows,
+            binary=self.settings.binary,
+        )
+
     async def wait_until_published(self, *tables: str, timeout: float = 30.0) -> None:
         """Wait until these tables are published: earlier changes are not received.
 
@@ -409,6 +506,7 @@ class Postgres:
     async def drop_consumer(self, name: str) -> None:
         """Remove a consumer: the server no longer retains WAL for it."""
         self._check_open()
+        await asyncio.to_thread(self._saved_copies.drop, name)
         await self._hub.drop(name)
 
     async def sleep(self) -> None:

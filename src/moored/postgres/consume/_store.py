@@ -223,6 +223,18 @@ class StateStore:
             if confirmed is not None and self._value("told") is None:
                 self._set("told", str(confirmed))
 
+    def fact(self, name: str) -> str | None:
+        """Return a value that `set_fact` has stored under a name; None if there is none."""
+        return self._fact(name)
+
+    def set_fact(self, name: str, value: str | None) -> None:
+        """Store a value under a name that has a space, or remove it."""
+        with self._transaction():
+            if value is None:
+                self._database.execute("delete from facts where name = ?", (name,))
+            else:
+                self._set(name, value)
+
     def close(self) -> None:
         """Close the file."""
         with self._lock:

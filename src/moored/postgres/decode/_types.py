@@ -128,6 +128,10 @@ class Types:
             self._loaders[key] = Transformer(self._adapters[lenient]).get_loader(oid, form).load
         return self._loaders[key]
 
+    def adapters(self, *, lenient: bool) -> AdaptersMap:
+        """Return the adapters with the loaders of `loader`, to load results of queries."""
+        return self._adapters[lenient]
+
     def check(self, oid: int) -> Check | None:
         """Return the check of a type's binary values, which raises ValueError; None if not needed.
 

@@ -1,8 +1,8 @@
 """Join the chunks of a copy and the stream of changes, without I/O.
 
-A table is copied in chunks by ranges of its key, in ascending order, each with a snapshot of its own;
-the stream has the changes in the order of their commits. The order in which commits become visible
-to snapshots is another one, so LSNs do not tell what a chunk contains. Its snapshot does: a
+A table is copied in chunks by ranges of its key, in ascending order, each with a snapshot of its
+own; the stream has the changes in the order of their commits. The order in which commits become
+visible to snapshots is another one, so LSNs do not tell what a chunk contains. Its snapshot does: a
 transaction is in the chunk if the snapshot sees its transaction ID.
 
 - A change of a row in a finished chunk is delivered unless the chunk's snapshot sees it.
@@ -16,7 +16,6 @@ transaction is in the chunk if the snapshot sees its transaction ID.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
@@ -117,6 +116,11 @@ class CopyState:
         """The last keys of the chunks, except the one that reaches the end of the table."""
         return [chunk.through for chunk in self.chunks if chunk.through is not None]
 
+    @property
+    def after(self) -> Key | None:
+        """The key after which the next chunk begins; None for the first chunk."""
+        return self.chunks[-1].through if self.chunks else None
+
     def copied(self, chunk: Chunk) -> CopyState:
         """Return the state after one more chunk."""
         return CopyState((*self.chunks, chunk))
@@ -171,12 +175,17 @@ class CopyState:
         merged = Chunk(passed[-1].through, Sight(0, frozenset()), 0)
         return CopyState((merged, *self.chunks[len(passed) :]))
 
+    def stretched(self, lsn: int) -> CopyState:
+        """Return a state that is not `settled` before this LSN."""
+        last = self.chunks[-1]
+        return CopyState((*self.chunks[:-1], last._replace(limit=max(last.limit, lsn))))
+
     def dump(self) -> list[Any]:
         """Return it as plain data."""
         return [[each.through, str(each.sight), str(Lsn(each.limit))] for each in self.chunks]
 
     @classmethod
-    def load(cls, data: Iterable[tuple[list[str] | None, str, str]]) -> CopyState:
+    def load(cls, data: Iterable[Any]) -> CopyState:
         """Return the state that `dump` has described."""
         return cls(
             tuple(
@@ -186,6 +195,3 @@ class CopyState:
                 for through, sight, at in data
             )
         )
-
-    def __str__(self) -> str:
-        return json.dumps(self.dump(), separators=(",", ":"))

@@ -1,0 +1,340 @@
+"""`Postgres.follow()`: the rows of a table, then its changes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator
+from functools import partial
+from typing import Any, NamedTuple, Self
+
+from moored.kernel import start_task
+
+from .._errors import PostgresError
+from .._lsn import Lsn
+from .._position import Position
+from ..consume import Changes, Hub, Reset, StateStore, Transaction
+from ..decode import Row
+from ._delivery import JoinedTransaction, Rows, delivered
+from ._join import Chunk, CopyState
+from ._position import CopyPosition, CopyProgress
+from ._reader import ColumnsChanged, TableReader, end_task
+from ._snapshot import CopyMeter
+
+__all__ = ["Follow", "SavedCopies"]
+
+log = logging.getLogger("moored.postgres")
+
+#: How often a consumer whose table is not published yet looks whether it was closed, in seconds.
+LOOK_EVERY = 1.0
+
+Item = Rows | Transaction | Reset
+_TRUNCATED = "the table was truncated while it was copied"
+_OTHER = "the table was altered since its copy began, or where= or columns= are others than before"
+_KEYLESS = "the table has no primary key, so its copy cannot be continued"
+
+
+class CopiedRows(NamedTuple):
+    """The rows of a chunk."""
+
+    rows: list[Row]
+    chunk: Chunk
+
+
+class SavedCopies:
+    """The states of copies in the state file, by the names of their consumers."""
+
+    def __init__(self, store: StateStore) -> None:
+        self._store = store
+
+    def load(self, consumer: str) -> tuple[str, int, CopyState] | None:
+        """Return the version of the table, the acknowledged chunks, and all chunks."""
+        text = self._store.fact(f"copy {consumer}")
+        if text is None:
+            return None
+        version, acked, *chunks = json.loads(text)
+        return version, acked, CopyState.load(chunks)
+
+    def save(self, consumer: str, version: str, acked: int, state: CopyState) -> None:
+        """Store the state of a copy."""
+        text = json.dumps([version, acked, *state.dump()], separators=(",", ":"))
+        self._store.set_fact(f"copy {consumer}", text)
+
+    def drop(self, consumer: str) -> None:
+        """Remove the state of a copy."""
+        self._store.set_fact(f"copy {consumer}", None)
+
+    def acknowledged(self, consumer: str) -> int:
+        """Return the stored position of the consumer's stream."""
+        saved = self._store.consumers().get(consumer)
+        return 0 if saved is None or saved.acknowledged is None else saved.acknowledged
+
+
+class Follow:
+    """The rows of a table, and then its changes: `async for item in pg.follow("orders", …)`.
+
+    Items are `Rows`, transactions, and a `Reset` whenever the copy begins again: then everything
+    that was delivered before is void. Acknowledge rows and transactions in the order in which they
+    were delivered. Iteration ends when this object or its `Postgres` is closed.
+    """
+
+    def __init__(
+        self,
+        changes: Changes,
+        hub: Hub,
+        saved: SavedCopies,
+        reader: TableReader,
+        meter: CopyMeter,
+        *,
+        where: bool,
+        columns: bool,
+        begin_again: bool,
+        start: CopyPosition | None,
+    ) -> None:
+        self._changes = changes
+        self._hub = hub
+        self._saved = saved
+        self._reader = reader
+        self._meter = meter
+        self._partial = {"where": where, "columns": columns}
+        self._begins_again = begin_again
+        self._start = start
+        self.name = changes.name
+        self._state = CopyState()
+        # Chunks that were delivered before a crash, and not acknowledged: they are copied again.
+        self._again: list[Chunk] = []
+        # The numbers of the acknowledged chunks, and of those that were merged. A copy that begins
+        # again is another generation.
+        self._acked = self._merged = self._generation = 0
+        self._unsaved = False
+        self._saving = asyncio.Lock()
+        self._lsn = Lsn(0)
+        self._pending: Transaction | Reset | None = None
+        self._streaming: asyncio.Task[Any] | None = None
+        self._copying: asyncio.Task[Any] | None = None
+        self._items = self._deliver()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Item:
+        """Return the next rows or the next transaction, or a `Reset`."""
+        return await anext(self._items)
+
+    async def aclose(self) -> None:
+        """Detach the consumer and end its iteration; its acknowledgements stay stored."""
+        await self._changes.aclose()
+        if not self._items.ag_running:  # else a task waits for the next item, and gets the end
+            await self._items.aclose()
+        await self._end_tasks()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def progress(self) -> CopyProgress:
+        """How much of the table is copied, and how fast."""
+        return self._meter.progress
+
+    # -- the items -------------------------------------------------------------------------------
+
+    async def _deliver(self) -> AsyncGenerator[Item, None]:
+        try:
+            await self._load()
+            while True:
+                txn = None
+                try:
+                    found = await self._next()
+                    if isinstance(found, Transaction):
+                        txn = found
+                    item = await self._made(found)
+                except ColumnsChanged as error:
+                    item = Reset(str(error))
+                yield item
+                if isinstance(item, Reset):
+                    if not self._begins_again:
+                        return
+                    await self._begin()
+                    if txn is not None:
+                        await txn.ack()  # all later snapshots see it
+        except StopAsyncIteration:
+            return
+        except PostgresError:
+            if self._changes._closed and self._changes._error is None:
+                return
+            raise
+
+    async def _made(self, found: Transaction | Reset | CopiedRows) -> Item:
+        if isinstance(found, CopiedRows):
+            return await self._chunk(*found)
+        if isinstance(found, Reset):
+            return found
+        return await self._joined(found) or Reset(_TRUNCATED)
+
+    async def _next(self) -> Transaction | Reset | CopiedRows:
+        """Return the next chunk, or the next item of the stream that may be delivered."""
+        while True:
+            if self._changes._closed:
+                raise self._changes._error or StopAsyncIteration
+            pending = self._pending
+            if isinstance(pending, Reset) or (
+                pending is not None and self._state.ready(pending.xid, pending.position.lsn)
+            ):
+                self._pending = None
+                return pending
+            if self._state.complete and self._streaming is None:
+                self._pending = await anext(self._changes)
+                continue
+            if pending is None and self._streaming is None:
+                self._streaming = start_task(self._changes.__anext__())
+            if self._copying is None and not self._state.complete:
+                self._copying = start_task(self._copy(self._state))
+            tasks = [each for each in (self._streaming, self._copying) if each is not None]
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if (streaming := self._streaming) is not None and streaming.done():
+                self._streaming = None
+                self._pending = streaming.result()
+            elif (copying := self._copying) is not None and copying.done():
+                self._copying = None
+                found: CopiedRows = copying.result()
+                return found
+
+    async def _copy(self, state: CopyState) -> CopiedRows:
+        again = self._again[0] if self._again else None
+        results, chunk = await self._reader.read(self._reader.rows, state.after, again)
+        rows: list[Row] = []
+        for result in results:
+            for some in self._reader.load(result):
+                rows += some
+                await asyncio.sleep(0)
+        return CopiedRows(rows, chunk)
+
+    async def _chunk(self, rows: list[Row], chunk: Chunk) -> Rows:
+        self._state = self._state.copied(chunk)
+        del self._again[:1]
+        # First stored, then delivered: after a crash, the changes since this snapshot must follow,
+        # whatever another snapshot contains.
+        await self._save()
+        if self._state.complete:
+            self._meter.end()
+        else:
+            self._copying = start_task(self._copy(self._state))
+        self._meter.count(len(rows))
+        return Rows(self._reader.table.name, rows, self._position(), self._acknowledger())
+
+    async def _joined(self, txn: Transaction) -> Transaction | None:
+        """Return what is delivered of a transaction; None if the copy must begin again."""
+        end = self._lsn = txn.position.lsn
+        settled = self._state.settled(end)
+        if settled and self._acked == self._number and not any(self._partial.values()):
+            return txn
+        before = self._state
+        changes, self._state = await delivered(self._reader, before, txn, **self._partial)
+        self._unsaved |= self._state is not before
+        if changes is None:
+            return None
+        return JoinedTransaction(txn, changes, self._position(), self._acknowledger())
+
+    def _position(self) -> CopyPosition:
+        assert self._hub.history is not None
+        position = Position(self._hub.history, self._lsn)
+        return CopyPosition(position, self._state, self._reader.table.version)
+
+    # -- begin and continue ----------------------------------------------------------------------
+
+    async def _load(self) -> None:
+        """Wait until the table is published, and continue a copy, or begin one."""
+        await self._published()
+        start, saved = self._start, self._saved.load(self.name)
+        version, chunks = "", CopyState()
+        if start is not None:
+            version, chunks = start.version, start.state
+            self._acked = len(chunks.chunks)
+        elif saved is not None:
+            version, self._acked, chunks = saved
+        if not chunks.chunks:
+            await self._begin()
+            return
+        table = await self._reader.describe()
+        self._lsn = self._acknowledged() if start is None else start.position.lsn
+        self._state = CopyState(chunks.chunks[: self._acked])
+        self._again = list(chunks.chunks[self._acked :])
+        if self._state.complete:
+            return
+        if version != table.version:
+            self._pending = Reset(_OTHER)
+        elif not table.key:
+            self._pending = Reset(_KEYLESS)
+        self._meter.begin(table.qualified, table.estimated, "continued")
+
+    async def _published(self) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_EVERY):
+                    await self._hub.published.wait([self._reader.name], self._hub.attached)
+                    return
+            except TimeoutError:
+                if self._changes._closed:
+                    raise self._changes._error or StopAsyncIteration from None
+
+    async def _begin(self) -> None:
+        await self._end_copying()
+        self._generation += 1
+        self._state, self._again, self._acked, self._merged = CopyState(), [], 0, 0
+        await self._reader.begin()
+        self._lsn = self._acknowledged()
+        await self._save()
+        table = self._reader.table
+        how = "in chunks" if table.key else "with one snapshot, because it has no primary key"
+        self._meter.begin(table.qualified, table.estimated, how)
+
+    def _acknowledged(self) -> Lsn:
+        known = self._hub.consumers().get(self.name, {}).get("acknowledged")
+        return Lsn(0) if known is None else Lsn.parse(str(known))
+
+    # -- acknowledgements ------------------------------------------------------------------------
+
+    @property
+    def _number(self) -> int:
+        """The number of the last chunk."""
+        return self._merged + len(self._state.chunks)
+
+    def _acknowledger(self) -> Any:
+        return partial(self._acknowledge, self._generation, self._number)
+
+    async def _acknowledge(self, generation: int, number: int) -> None:
+        if generation != self._generation or (number <= self._acked and not self._unsaved):
+            return
+        self._acked = max(number, self._acked)
+        # Chunks whose snapshots the stored position has passed are merged into one.
+        before = len(self._state.chunks)
+        passed = self._saved.acknowledged(self.name)
+        self._state = self._state.forget(passed, self._acked - self._merged)
+        self._merged += before - len(self._state.chunks)
+        await self._save()
+
+    async def _save(self) -> None:
+        async with self._saving:  # in the order of the calls
+            self._unsaved = False
+            state = CopyState((*self._state.chunks, *self._again))
+            version, acked = self._reader.table.version, self._acked - self._merged
+            await asyncio.to_thread(self._saved.save, self.name, version, acked, state)
+
+    # -- tasks -----------------------------------------------------------------------------------
+
+    async def _end_copying(self) -> None:
+        copying, self._copying = self._copying, None
+        await end_task(copying)
+
+    async def _end_tasks(self) -> None:
+        await self._end_copying()
+        streaming, self._streaming = self._streaming, None
+        await end_task(streaming)
+
+    def __repr__(self) -> str:
+        state = "following" if self._state.complete else "copying"
+        return f"<Follow of {self._reader.name} by {self.name!r}: {state}, {self.progress}>"

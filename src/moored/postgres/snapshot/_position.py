@@ -1,0 +1,74 @@
+"""Where a copy and its stream continue, and how fast a copy is."""
+
+from __future__ import annotations
+
+import json
+from typing import NamedTuple, Self
+
+from .._position import Position
+from ._join import CopyState
+
+__all__ = ["COMPLETE", "CopyPosition", "CopyProgress"]
+
+
+class CopyPosition(NamedTuple):
+    """Where a copy and the stream of its changes continue; its `str()` fits into any text column.
+
+    Store it in the same transaction as the effect of an item, and pass it as `start=` later.
+    """
+
+    position: Position
+    state: CopyState
+    #: The version of the table, its columns and its condition.
+    version: str
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse a position that `str()` has written, or one of a transaction."""
+        position, _, copy = text.partition(" ")
+        try:
+            version, *chunks = json.loads(copy) if copy else ("", *COMPLETE)
+            return cls(Position.parse(position), CopyState.load(chunks), version)
+        except (ValueError, TypeError, IndexError):
+            raise ValueError(f"{text!r} is not a position: store str(item.position)") from None
+
+    def __str__(self) -> str:
+        state = self.state.forget(self.position.lsn)
+        if state.dump() == COMPLETE:
+            return str(self.position)
+        return f"{self.position} {json.dumps([self.version, *state.dump()], separators=(',', ':'))}"
+
+
+#: The state of a complete copy whose snapshots the stream has passed.
+COMPLETE = [[None, "0:0:", "0/0"]]
+
+
+class CopyProgress(NamedTuple):
+    """How much of a table is copied, and how fast."""
+
+    rows: int
+    #: The number of rows in the table, by the server's statistics; 0 if it has none.
+    estimated: int
+    #: Seconds since the copy began, or was continued.
+    seconds: float
+    complete: bool = False
+
+    @property
+    def rate(self) -> float:
+        """Rows per second."""
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the rest takes at this rate, if the estimate is right; None if unknown."""
+        if self.complete:
+            return 0.0
+        if not self.rows or not self.estimated:
+            return None
+        return max(self.estimated - self.rows, 0) / self.rate
+
+    def __str__(self) -> str:
+        total = f" of about {max(self.estimated, self.rows):,}" if not self.complete else ""
+        left = self.seconds_left
+        rest = f", {left:.0f} s left" if left and not self.complete else ""
+        return f"{self.rows:,}{total} rows in {self.seconds:.1f} s ({self.rate:,.0f}/s{rest})"

@@ -1,0 +1,349 @@
+"""Read a table in chunks, each in a transaction of its own with a snapshot of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any, NamedTuple, TypeVar
+
+import psycopg
+from psycopg import pq
+from psycopg.adapt import Transformer
+from psycopg.waiting import Wait
+
+from moored.kernel import Backoff, WaitTimeout, describe
+
+from .._errors import PostgresError
+from .._lsn import Lsn
+from ..decode import Row, Types
+from ..server import _admin
+from ._join import Chunk, Key, Sight
+from ._source import DISPLAY, KeyValues, SourceTable, describe_table, writers
+
+__all__ = ["ColumnsChanged", "Pieces", "TableReader", "View", "end_task"]
+
+log = logging.getLogger("moored.postgres")
+
+#: Rows that are converted at once, and bytes of COPY data in a block, before other tasks run.
+AT_ONCE, BLOCK = 1000, 256 * 2**10
+#: How often the writers of a table are looked at, and after how long they are reported, in seconds.
+WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
+#: The first and the longest wait before a chunk is read again after a failure, in seconds.
+BACKOFF = (0.2, 10.0)
+
+Connection = psycopg.AsyncConnection[Any]
+T = TypeVar("T")
+
+_VIEW = "SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text"
+
+
+class ColumnsChanged(PostgresError):
+    """The columns of a table were changed between two chunks: the copy must begin again."""
+
+
+class View(NamedTuple):
+    """An open transaction that reads one snapshot."""
+
+    conn: Connection
+    #: The table as it is now.
+    table: SourceTable
+    sight: Sight
+    limit: int
+
+
+Pieces = Callable[[View, Key | None, Key | None], AsyncIterator[T]]
+
+
+class TableReader:
+    """Reads one table.
+
+    :param connect: checks out a connection of the snapshot pool.
+    :param where: a condition in SQL: only rows that meet it are read.
+    :param columns: the columns to read, besides the key; None for all.
+    :param rows: the number of rows of a chunk.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], AbstractAsyncContextManager[Connection]],
+        types: Types,
+        name: str,
+        *,
+        where: str | None,
+        columns: Sequence[str] | None,
+        rows: int,
+        binary: bool,
+    ) -> None:
+        self._connect = connect
+        self._types = types
+        self.name = name
+        self._where = where
+        self._columns = columns
+        self._rows = rows
+        self._binary = binary
+        self._table: SourceTable | None = None
+
+    @property
+    def table(self) -> SourceTable:
+        """The table, which must have been described."""
+        assert self._table is not None
+        return self._table
+
+    async def begin(self) -> Lsn:
+        """Describe the table, and return the LSN at which its changes must be read.
+
+        Commits become visible in another order than they are in the WAL. So wait for the
+        transactions that were writing to the table: then every later snapshot sees all its changes
+        before that LSN. Other transactions may write to it meanwhile.
+        """
+        start, waiting = await self.retried(self._begin)
+        since = asyncio.get_running_loop().time()
+        reported = False
+        while waiting:
+            sight = await self.retried(self._sight)
+            waiting = {xid for xid in waiting if not sight.sees(xid)}
+            if not waiting:
+                break
+            if not reported and asyncio.get_running_loop().time() - since > WRITERS_REPORTED:
+                reported = True
+                log.warning(
+                    "the copy of %s waits for transactions that write to it: %s",
+                    self.table.qualified,
+                    ", ".join(map(str, sorted(waiting))),
+                )
+            await asyncio.sleep(WRITERS_EVERY)
+        return start
+
+    async def _begin(self) -> tuple[Lsn, set[int]]:
+        async with self._connect() as conn:
+            self._table = await describe_table(conn, self.name, self._where, self._columns)
+        async with self._connect() as conn:
+            (start,) = await _row(conn, "SELECT pg_current_wal_insert_lsn()::text")
+            # In this order: a commit before that LSN holds its locks, or is visible.
+            return Lsn.parse(start), await writers(conn, self._table)
+
+    async def _sight(self) -> Sight:
+        async with self._connect() as conn:
+            (text,) = await _row(conn, "SELECT pg_current_snapshot()::text")
+            return Sight.parse(text)
+
+    async def describe(self) -> SourceTable:
+        """Describe the table as it is now."""
+
+        async def described() -> SourceTable:
+            async with self._connect() as conn:
+                return await describe_table(conn, self.name, self._where, self._columns)
+
+        self._table = await self.retried(described)
+        return self._table
+
+    async def retried(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do something; after a failure of the connection, do it again."""
+        backoff = Backoff(*BACKOFF, jitter="half")
+        while True:
+            try:
+                return await work()
+            except (psycopg.OperationalError, TimeoutError, WaitTimeout) as error:
+                log.warning("reading %s is tried again: %s", self.name, describe(error))
+                await asyncio.sleep(backoff.fail())
+            except psycopg.Error as error:
+                raise PostgresError(f"{self.name} cannot be read: {describe(error)}") from error
+
+    # -- chunks ----------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def view(self, *, altered: bool = False) -> AsyncIterator[View]:
+        """Open a transaction with one snapshot.
+
+        :param altered: accept that the columns of the table were changed.
+        """
+        table = self.table
+        async with self._connect() as conn:
+            lock = psycopg.sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(table.identifier)
+            # The lock is before the snapshot: TRUNCATE and ALTER TABLE in between would change what
+            # an older snapshot sees.
+            await conn.execute(
+                psycopg.sql.SQL(
+                    "SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY; " + DISPLAY + "; "
+                )
+                + lock
+            )
+            sight, limit = await _row(conn, _VIEW)
+            now = await describe_table(conn, self.name, self._where, self._columns)
+            if now.version != table.version and not altered:
+                raise ColumnsChanged(
+                    f"the table {table.qualified} was altered while it was copied: rows that were "
+                    "copied before may lack the values of new columns"
+                )
+            yield View(conn, now, Sight.parse(sight), Lsn.parse(limit))
+
+    async def bound(self, view: View, after: Key | None) -> Key | None:
+        """Return the last key of the next chunk; None for the last chunk."""
+        if not self.table.key:
+            return None
+        found = await view.conn.execute(self.table.bound(after, self._rows))
+        row = await found.fetchone()
+        return None if row is None else tuple(row)
+
+    async def rows(
+        self, view: View, after: Key | None, through: Key | None
+    ) -> AsyncIterator[pq.abc.PGresult]:
+        """Yield the rows of a range of keys, as results of queries."""
+        query = self.table.select(after, through)
+        if self.table.key:
+            yield await self._result(view.conn, query)
+            return
+        await view.conn.execute(psycopg.sql.SQL("DECLARE rows NO SCROLL CURSOR FOR ") + query)
+        fetch = psycopg.sql.SQL("FETCH {} FROM rows").format(psycopg.sql.Literal(self._rows))
+        while (result := await self._result(view.conn, fetch)).ntuples:
+            yield result
+
+    async def _result(self, conn: Connection, query: psycopg.sql.Composed) -> pq.abc.PGresult:
+        async with conn.cursor(binary=self._binary) as cursor:
+            await cursor.execute(query, binary=self._binary)
+            result = cursor.pgresult
+        assert result is not None
+        used = {result.ftype(column) for column in range(result.nfields)}
+        if unknown := self._types.unknown(used):
+            self._types.add(unknown, await _admin.own_types(conn, unknown))
+        return result
+
+    def load(
+        self, result: pq.abc.PGresult, table: SourceTable | None = None
+    ) -> Iterator[list[Row]]:
+        """Convert a result to rows, some at a time."""
+        names = (table or self.table).columns
+
+        def make(values: Sequence[Any]) -> Row:
+            return dict(zip(names, values, strict=True))
+
+        strict, lenient = (_transformer(self._types, result, each) for each in (False, True))
+        for first in range(0, result.ntuples, AT_ONCE):
+            last = min(first + AT_ONCE, result.ntuples)
+            try:
+                yield strict.load_rows(first, last, make)
+            except (psycopg.DataError, psycopg.NotSupportedError, ValueError, OverflowError):
+                yield lenient.load_rows(first, last, make)
+
+    async def blocks(
+        self, view: View, after: Key | None, through: Key | None
+    ) -> AsyncIterator[bytes]:
+        """Yield the rows of a range of keys as COPY writes them in text format."""
+        query = psycopg.sql.SQL("COPY ({}) TO STDOUT").format(self.table.select(after, through))
+        pgconn = view.conn.pgconn
+        async with view.conn.cursor() as cursor, cursor.copy(query):
+            # One call of psycopg for each row would take longer than the server.
+            parts: list[Any] = []
+            size = 0
+            while True:
+                length, data = pgconn.get_copy_data(1)
+                if length > 0:
+                    parts.append(data)
+                    size += length
+                    if size < BLOCK:
+                        continue
+                elif length == 0:
+                    await view.conn.wait(_read_more(pgconn))
+                    continue
+                if parts:
+                    yield b"".join(parts)
+                    parts, size = [], 0
+                if length < 0:
+                    await _finish(view.conn)
+                    return
+
+    # -- keys ------------------------------------------------------------------------------------
+
+    async def places(self, bounds: Sequence[Key], keys: Sequence[KeyValues]) -> list[int]:
+        """Return how many bounds are less than each key."""
+        if not bounds or not keys:
+            return [0] * len(keys)
+        found = self.table.place(bounds, keys)
+        if found is not None:
+            return found
+
+        async def asked() -> list[int]:
+            async with self._connect() as conn:
+                rows = await conn.execute(self.table.place_by_server(bounds, keys))
+                return [place for (place,) in await rows.fetchall()]
+
+        return await self.retried(asked)
+
+    async def current(
+        self, xid: int, keys: Sequence[KeyValues]
+    ) -> tuple[dict[KeyValues, Row], int]:
+        """Return the rows with these keys that meet `where`, after a transaction or later.
+
+        Also return the end of the WAL at that time.
+        """
+
+        async def look() -> tuple[dict[KeyValues, Row], int] | None:
+            async with self.view(altered=True) as view:
+                if not view.sight.sees(xid):
+                    return None
+                table, limit = view.table, view.limit
+                result = await self._result(view.conn, table.select_keys(keys))
+            rows = [row for some in self.load(result, table) for row in some]
+            return {table.key_of(row): row for row in rows}, limit
+
+        while (found := await self.retried(look)) is None:  # noqa: ASYNC110 - the server has no event
+            await asyncio.sleep(WRITERS_EVERY)
+        return found
+
+    async def read(
+        self, pieces: Pieces[T], after: Key | None, again: Chunk | None = None
+    ) -> tuple[list[T], Chunk]:
+        """Read the next chunk; after a failure of the connection, with another snapshot.
+
+        :param pieces: reads a range of keys: `rows` or `blocks`.
+        :param again: a chunk that was read before: read the same range, and return this chunk.
+        """
+
+        async def attempt() -> tuple[list[T], Chunk]:
+            async with self.view() as view:
+                through = again.through if again else await self.bound(view, after)
+                found = [piece async for piece in pieces(view, after, through)]
+                return found, again or Chunk(through, view.sight, view.limit)
+
+        return await self.retried(attempt)
+
+
+async def _row(conn: Connection, query: str) -> tuple[Any, ...]:
+    row: tuple[Any, ...] | None = await (await conn.execute(query.encode())).fetchone()
+    assert row is not None
+    return row
+
+
+def _transformer(types: Types, result: pq.abc.PGresult, lenient: bool) -> Transformer:
+    transformer = Transformer(types.adapters(lenient=lenient))
+    transformer.set_pgresult(result)
+    return transformer
+
+
+def _read_more(pgconn: pq.abc.PGconn) -> Generator[Wait, Any, None]:
+    yield Wait.R
+    pgconn.consume_input()
+
+
+async def _finish(conn: Connection) -> None:
+    """Read the end of a COPY, and raise the server's error if it has failed."""
+    pgconn = conn.pgconn
+    while True:
+        while pgconn.is_busy():
+            await conn.wait(_read_more(pgconn))
+        result = pgconn.get_result()
+        if result is None:
+            return
+        if result.status == pq.ExecStatus.FATAL_ERROR:
+            raise psycopg.errors.error_from_result(result)
+
+
+async def end_task(task: asyncio.Task[Any] | None) -> None:
+    """Cancel a task and wait for its end, whatever its result."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # it was retrieved

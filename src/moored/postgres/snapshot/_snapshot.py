@@ -1,0 +1,188 @@
+"""`Postgres.snapshot()`: the rows of a table, and where the stream of its changes continues."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any, Self, TypeVar
+
+from moored.kernel import Clock, start_task
+
+from .._errors import PostgresError
+from .._lsn import Lsn
+from .._position import History, Position
+from ..decode import Row
+from ._join import Chunk, CopyState
+from ._position import CopyPosition, CopyProgress
+from ._reader import Pieces, TableReader, end_task
+
+__all__ = ["CopyMeter", "Snapshot"]
+
+#: How often the progress of a copy is recorded as an event, in seconds.
+REPORT_EVERY = 10.0
+
+T = TypeVar("T")
+
+
+class CopyMeter:
+    """Counts the rows of a copy, and emits its events."""
+
+    def __init__(self, emit: Callable[[str, str], None], clock: Clock) -> None:
+        self._emit = emit
+        self._now = clock.monotonic
+        self._name = ""
+        self._rows = self._estimated = 0
+        self._ended: float | None = None
+        self._began = self._reported = self._now()
+
+    def begin(self, name: str, estimated: int, how: str) -> None:
+        """Begin a copy."""
+        self._name, self._estimated, self._rows, self._ended = name, estimated, 0, None
+        self._began = self._reported = self._now()
+        self._emit("snapshot_started", f"{name}, about {estimated:,} rows, {how}")
+
+    def count(self, rows: int) -> None:
+        """Count rows."""
+        self._rows += rows
+        if self._now() - self._reported > REPORT_EVERY:
+            self._reported = self._now()
+            self._emit("snapshot_progress", f"{self._name}, {self.progress}")
+
+    def end(self) -> None:
+        """Record that the copy is complete."""
+        self._ended = self._now()
+        self._emit("snapshot_finished", f"{self._name}, {self.progress}")
+
+    @property
+    def progress(self) -> CopyProgress:
+        """How much is copied."""
+        seconds = (self._ended or self._now()) - self._began
+        return CopyProgress(self._rows, self._estimated, seconds, self._ended is not None)
+
+
+class Snapshot:
+    """The rows of a table: `async with pg.snapshot("orders") as snapshot`.
+
+    Iterate over it for rows, or over `blocks()` for the bytes of COPY, once. The table is read in
+    chunks by ranges of its primary key, each in a short transaction with a snapshot of its own;
+    `pg.follow(…, start=snapshot.position)` continues with the changes, and nothing is missing or
+    doubled. After a failure of the connection, a chunk is read again.
+    """
+
+    def __init__(
+        self,
+        reader: TableReader,
+        history: Callable[[], History | None],
+        meter: CopyMeter,
+        *,
+        consistent: bool,
+        start: CopyPosition | None,
+    ) -> None:
+        self._reader = reader
+        self._history = history
+        self._meter = meter
+        self._consistent = consistent
+        self._start = start
+        self._state = CopyState() if start is None else start.state
+        self._lsn = Lsn(0)
+        self._next: asyncio.Task[Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        start = self._start
+        if start is None:
+            self._lsn = await self._reader.begin()
+        else:
+            self._lsn = start.position.lsn
+            table = await self._reader.describe()
+            if table.version != start.version:
+                raise PostgresError(
+                    f"the snapshot of {table.qualified} cannot be continued: the table was "
+                    "altered, or where= and columns= are others; begin a new one"
+                )
+        how = "with one snapshot" if self.one_snapshot else "in chunks"
+        self._meter.begin(self._reader.table.qualified, self._reader.table.estimated, how)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._cancel()
+
+    @property
+    def one_snapshot(self) -> bool:
+        """Whether one transaction is open while all rows are read, which holds back vacuum.
+
+        With `consistent=True`, and for a table without a primary key.
+        """
+        return self._consistent or not self._reader.table.key
+
+    @property
+    def position(self) -> CopyPosition:
+        """The last finished chunk: pass it as `start=` to `snapshot()` or `follow()`."""
+        history = self._history()
+        if history is None:
+            raise PostgresError("the position is unknown until the stream has begun")
+        version = self._reader.table.version
+        return CopyPosition(Position(history, self._lsn), self._state, version)
+
+    @property
+    def progress(self) -> CopyProgress:
+        """How much is copied, and how fast."""
+        return self._meter.progress
+
+    async def __aiter__(self) -> AsyncGenerator[Row, None]:
+        """Yield the rows, as dicts."""
+        async with aclosing(self._pieces(self._reader.rows)) as results:
+            async for result in results:
+                for rows in self._reader.load(result):
+                    self._meter.count(len(rows))
+                    for row in rows:
+                        yield row
+                    await asyncio.sleep(0)
+
+    async def blocks(self) -> AsyncGenerator[bytes, None]:
+        """Yield the rows as bytes, in the text format of COPY."""
+        async with aclosing(self._pieces(self._reader.blocks)) as blocks:
+            async for block in blocks:
+                self._meter.count(block.count(b"\n"))
+                yield block
+
+    async def _pieces(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
+        each = self._from_one(read) if self.one_snapshot else self._from_each(read)
+        async with aclosing(each) as pieces:
+            async for piece in pieces:
+                yield piece
+        self._meter.end()
+
+    async def _from_one(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
+        """Read all chunks with one snapshot."""
+        async with self._reader.view() as view:
+            while not self._state.complete:
+                after = self._state.after
+                through = await self._reader.bound(view, after)
+                async for piece in read(view, after, through):
+                    yield piece
+                self._state = self._state.copied(Chunk(through, view.sight, view.limit))
+
+    async def _from_each(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
+        """Read each chunk with its own snapshot, while the one before it is consumed."""
+        try:
+            state = self._state
+            while not state.complete:
+                reading = self._next or start_task(self._reader.read(read, state.after))
+                self._next = reading
+                pieces, chunk = await reading
+                state, self._next = state.copied(chunk), None
+                if not state.complete:
+                    self._next = start_task(self._reader.read(read, state.after))
+                for piece in pieces:
+                    yield piece
+                self._state = state
+        finally:
+            await self._cancel()
+
+    async def _cancel(self) -> None:
+        reading, self._next = self._next, None
+        await end_task(reading)
+
+    def __repr__(self) -> str:
+        return f"<Snapshot of {self._reader.name}: {self.progress}>"

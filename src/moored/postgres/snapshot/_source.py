@@ -1,0 +1,261 @@
+"""The table that is copied: its columns and key, and the SQL that reads it."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+
+from .._errors import ConfigurationError
+from ..consume._tables import parse_table
+from ..decode import UNCHANGED, Row
+from ._join import Key
+
+__all__ = ["DISPLAY", "KeyColumn", "KeyValues", "SourceTable", "describe_table", "writers"]
+
+#: So that values are written as the stream has them.
+DISPLAY = (
+    "SET LOCAL bytea_output = 'hex'; SET LOCAL DateStyle = 'ISO, DMY'; SET LOCAL TimeZone = 'UTC'; "
+    "SET LOCAL extra_float_digits = 1; SET LOCAL IntervalStyle = 'postgres'"
+)
+
+_TABLE = """
+SELECT c.oid, n.nspname::text, c.relname::text, c.relkind::text, pg_is_in_recovery(),
+  (SELECT coalesce(sum(leaf.reltuples) FILTER (WHERE leaf.reltuples > 0), 0)::bigint
+   FROM pg_class leaf WHERE leaf.relkind <> 'p'
+     AND leaf.oid IN (SELECT c.oid UNION SELECT t.relid FROM pg_partition_tree(c.oid) t)),
+  (SELECT i.indexrelid FROM pg_index i
+   WHERE i.indrelid = c.oid AND i.indisvalid AND i.indimmediate
+     AND CASE c.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END)
+FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE c.oid = CASE WHEN %(schema)s::text IS NULL THEN to_regclass(quote_ident(%(name)s))::oid ELSE (
+  SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+  WHERE n.nspname = %(schema)s AND c.relname = %(name)s) END
+"""
+# Generated columns are in the stream from PostgreSQL 18 on, if they are stored.
+_COLUMNS = """
+SELECT a.attname::text, a.atttypid, format_type(a.atttypid, a.atttypmod),
+  CASE WHEN o.oid <> 100 THEN quote_ident(n.nspname) || '.' || quote_ident(o.collname) END,
+  array_position(string_to_array(i.indkey::text, ' '), a.attnum::text)
+FROM pg_attribute a
+LEFT JOIN pg_index i ON i.indexrelid = %(key)s
+LEFT JOIN pg_collation o ON o.oid = a.attcollation
+LEFT JOIN pg_namespace n ON n.oid = o.collnamespace
+WHERE a.attrelid = %(oid)s AND a.attnum > 0 AND NOT a.attisdropped
+  AND (a.attgenerated = ''
+    OR a.attgenerated = 's' AND current_setting('server_version_num')::int >= 180000)
+ORDER BY a.attnum
+"""
+# Those that hold a lock for writing: a commit keeps its locks until snapshots see it.
+_WRITERS = """
+SELECT DISTINCT t.transactionid::text::bigint
+FROM pg_locks r JOIN pg_locks t ON t.virtualtransaction = r.virtualtransaction
+WHERE r.locktype = 'relation' AND r.granted
+  AND r.mode IN ('RowExclusiveLock', 'ShareRowExclusiveLock', 'ExclusiveLock',
+                 'AccessExclusiveLock')
+  AND r.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND r.relation IN (SELECT %(oid)s::oid UNION SELECT p.relid FROM pg_partition_tree(%(oid)s) p)
+  AND t.locktype = 'transactionid' AND t.mode = 'ExclusiveLock' AND t.granted
+"""
+_INTEGERS, _UUID = (20, 21, 23), 2950
+
+#: The values of a key as a change has them.
+KeyValues = tuple[Any, ...]
+
+
+class KeyColumn(NamedTuple):
+    """A column of the key."""
+
+    name: str
+    type_oid: int
+    #: The type, and the collation unless it is the default, as SQL.
+    cast: str
+
+    @property
+    def parser(self) -> Any:
+        """The type whose order in Python equals the server's; None if there is none."""
+        return int if self.type_oid in _INTEGERS else UUID if self.type_oid == _UUID else None
+
+
+class SourceTable(NamedTuple):
+    """A table as the catalog describes it."""
+
+    oid: int
+    schema: str
+    name: str
+    #: The number of rows, by the statistics.
+    estimated: int
+    #: The names of the columns to copy.
+    columns: tuple[str, ...]
+    #: The columns of the primary key, or of the replica identity; empty without one.
+    key: tuple[KeyColumn, ...]
+    where: str | None
+    #: Another one after an ALTER TABLE that changes columns, and for another condition.
+    version: str
+
+    @property
+    def qualified(self) -> str:
+        """The name with its schema."""
+        return f"{self.schema}.{self.name}"
+
+    @property
+    def identifier(self) -> sql.Identifier:
+        """The name as SQL."""
+        return sql.Identifier(self.schema, self.name)
+
+    def select(self, after: Key | None, through: Key | None) -> sql.Composed:
+        """Return the query of the rows of a range of keys."""
+        conditions = []
+        if after is not None:
+            conditions.append(sql.SQL("{} > {}").format(self._key(), self._values(after)))
+        if through is not None:
+            conditions.append(sql.SQL("{} <= {}").format(self._key(), self._values(through)))
+        return self._select(conditions)
+
+    def select_keys(self, keys: Sequence[KeyValues]) -> sql.Composed:
+        """Return the query of the rows with these keys."""
+        listed = sql.SQL(", ").join(self._values(key) for key in keys)
+        return self._select([sql.SQL("{} IN ({})").format(self._key(), listed)])
+
+    def _select(self, conditions: list[sql.Composable]) -> sql.Composed:
+        if self.where is not None:
+            conditions.append(sql.SQL(f"({self.where})"))  # type: ignore[arg-type]
+        return sql.SQL("SELECT {} FROM {}{}").format(
+            sql.SQL(", ").join(map(sql.Identifier, self.columns)),
+            self.identifier,
+            sql.SQL(" WHERE ") + sql.SQL(" AND ").join(conditions) if conditions else sql.SQL(""),
+        )
+
+    def bound(self, after: Key | None, rows: int) -> sql.Composed:
+        """Return the query of the last key of the next chunk; it finds none in the last chunk."""
+        condition = sql.SQL("")
+        if after is not None:
+            condition = sql.SQL(" WHERE {} > {}").format(self._key("t"), self._values(after))
+        # Without the alias, ORDER BY would mean the strings.
+        names = [sql.Identifier("t", column.name) for column in self.key]
+        return sql.SQL("SELECT {} FROM {} t{} ORDER BY {} OFFSET {} LIMIT 1").format(
+            sql.SQL(", ").join(sql.SQL("{}::text").format(name) for name in names),
+            self.identifier,
+            condition,
+            sql.SQL(", ").join(names),
+            sql.Literal(rows - 1),
+        )
+
+    def place(self, bounds: Sequence[Key], keys: Sequence[KeyValues]) -> list[int] | None:
+        """Return how many bounds are less than each key; None if only the server can tell."""
+        parsers = [column.parser for column in self.key]
+        if not self.key:
+            return [0] * len(keys)
+        if None in parsers:
+            return None
+        parsed = [tuple(p(text) for p, text in zip(parsers, b, strict=True)) for b in bounds]
+        return [bisect_left(parsed, key) for key in keys]
+
+    def place_by_server(self, bounds: Sequence[Key], keys: Sequence[KeyValues]) -> sql.Composed:
+        """Return the query of `place`."""
+        names = sql.SQL(", ").join(sql.Identifier(column.name) for column in self.key)
+        numbered = [
+            sql.SQL("({}, {})").format(sql.Literal(number), self._values(key, bare=True))
+            for number, key in enumerate(keys)
+        ]
+        listed = [self._values(bound) for bound in bounds]
+        return sql.SQL(
+            "SELECT (SELECT count(*) FROM (VALUES {listed}) b ({names}) WHERE {b} < {k})::int "
+            "FROM (VALUES {numbered}) k (number, {names}) ORDER BY number"
+        ).format(
+            listed=sql.SQL(", ").join(listed),
+            numbered=sql.SQL(", ").join(numbered),
+            names=names,
+            b=self._key("b"),
+            k=self._key("k"),
+        )
+
+    def key_of(self, row: Row, before: Row | None = None) -> KeyValues:
+        """Return the key of a row; of an unchanged large value, from the row before the change."""
+        return tuple(
+            before[column.name]
+            if before is not None and row[column.name] is UNCHANGED
+            else row[column.name]
+            for column in self.key
+        )
+
+    def _key(self, alias: str | None = None) -> sql.Composed:
+        names = [
+            sql.Identifier(column.name) if alias is None else sql.Identifier(alias, column.name)
+            for column in self.key
+        ]
+        return sql.SQL("({})").format(sql.SQL(", ").join(names))
+
+    def _values(self, key: KeyValues, *, bare: bool = False) -> sql.Composed:
+        values = [
+            # A string, because -1::smallint is -(1::smallint).
+            sql.SQL("{}::" + column.cast).format(  # type: ignore[arg-type]
+                sql.Literal(str(value) if isinstance(value, int) else value)
+            )
+            for column, value in zip(self.key, key, strict=True)
+        ]
+        listed = sql.SQL(", ").join(values)
+        return listed if bare else sql.SQL("({})").format(listed)
+
+
+async def describe_table(
+    conn: psycopg.AsyncConnection[Any],
+    name: str,
+    where: str | None = None,
+    columns: Sequence[str] | None = None,
+) -> SourceTable:
+    """Describe a table; raise `ConfigurationError` if it cannot be copied as requested."""
+    parsed = parse_table(name)
+    found = await conn.execute(_TABLE, {"schema": parsed.schema, "name": parsed.name})
+    row = await found.fetchone()
+    if row is None:
+        raise ConfigurationError(f"the table {name} does not exist")
+    oid, schema, plain, kind, standby, estimated, index = row
+    if standby:
+        raise ConfigurationError(
+            "snapshots need the primary server, and database_url leads to a standby"
+        )
+    if kind not in "rp":
+        raise ConfigurationError(f"{schema}.{plain} is not a table: only tables can be copied")
+    listed = await (await conn.execute(_COLUMNS, {"oid": oid, "key": index})).fetchall()
+    if unknown := set(columns or ()) - {each[0] for each in listed}:
+        raise ConfigurationError(
+            f"columns: {schema}.{plain} has no column {', '.join(sorted(unknown))}"
+        )
+    places = {
+        place: KeyColumn(
+            name, type_oid, cast if collation is None else f"{cast} COLLATE {collation}"
+        )
+        for name, type_oid, cast, collation, place in listed
+        if place is not None
+    }
+    key = tuple(places[place] for place in sorted(places))
+    chosen = {each.name for each in key}.union(columns or (each[0] for each in listed))
+    if where is not None and not key:
+        raise ConfigurationError(f"where: {schema}.{plain} needs a primary key for it")
+    return SourceTable(
+        oid=oid,
+        schema=schema,
+        name=plain,
+        estimated=estimated,
+        columns=tuple(each[0] for each in listed if each[0] in chosen),
+        key=key,
+        where=where,
+        version=_digest([oid, where, sorted(chosen), listed]),
+    )
+
+
+def _digest(value: Any) -> str:
+    return blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+
+
+async def writers(conn: psycopg.AsyncConnection[Any], table: SourceTable) -> set[int]:
+    """Return the transactions that have written to a table and that snapshots may not see yet."""
+    found = await conn.execute(_WRITERS, {"oid": table.oid})
+    return {xid for (xid,) in await found.fetchall()}

@@ -1,0 +1,157 @@
+"""Rows and changes add up to the table while it is written to, on real servers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from tests.servers import empty_database
+
+from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Tasks
+from moored.postgres import Follow, Postgres
+from moored.postgres.manage import _stack
+from moored.postgres.snapshot import _reader
+from moored.testing import base_seed, scaled
+
+from .mirror import Copy, contents
+from .writers import create, write_until
+
+pytestmark = pytest.mark.timeout(300)
+
+LIMIT = 60.0
+ROWS = 120
+KEY = {"int": ["id"], "text": ["id"], "pair": ["day", "id"]}
+
+
+async def apply(follow: Follow, copy: Copy) -> None:
+    async for item in follow:
+        copy.apply(item)
+        await asyncio.sleep(0)
+        if not hasattr(item, "reason"):
+            await item.ack()
+
+
+async def agrees(url: str, copy: Copy, task: asyncio.Task[None], *key: str, where: str) -> None:
+    """Wait until the copy equals the table, which is not written to any more."""
+    truth = await contents(url, "items", *key, where=where)
+    different: list[Any] = []
+    try:
+        async with asyncio.timeout(LIMIT):
+            while different := copy.differences(truth):
+                if task.done():
+                    task.result()
+                await asyncio.sleep(0.02)
+    except TimeoutError:
+        raise AssertionError(f"{len(different)} rows differ: {different[:3]}") from None
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Poll until a condition is true."""
+    async with asyncio.timeout(LIMIT):
+        while not condition():  # noqa: ASYNC110 - see above
+            await asyncio.sleep(0.01)
+
+
+def moved_on(copy: Copy, before: int) -> bool:
+    return copy.copied != before or len(copy.rows) >= ROWS // 2
+
+
+async def killing(url: str, copy: Copy, rng: random.Random) -> None:
+    """Terminate a backend of the manager after every few rows, six times."""
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        for _ in range(6):
+            before = copy.copied
+            await until(partial(moved_on, copy, before))
+            await asyncio.sleep(rng.uniform(0, 0.05))
+            await conn.execute(
+                "select pg_terminate_backend(pid) from (select pid from pg_stat_activity "
+                "where application_name like 'moored%' order by random() limit 1) x"
+            )
+
+
+async def schedule(
+    url: str,
+    state: Path,
+    kind: str,
+    seed: int,
+    *,
+    where: str | None = None,
+    exact: bool = False,
+    truncate: float = 0.02,
+    kills: bool = False,
+    alter: bool = False,
+) -> Copy:
+    """Follow a table while it is written to, and compare."""
+    rng = random.Random(seed)
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        await create(conn, kind, ROWS)
+        over, tasks = asyncio.Event(), Tasks()
+        writing = tasks.start(write_until(url, kind, over, seed, truncate=truncate))
+        async with Postgres(url, state_dir=state, pool_size=3, stream_id=f"s{seed}") as pg:
+            copy = Copy(*KEY[kind], exact=exact)
+            async with pg.follow(
+                "items", consumer="c", chunk_rows=rng.choice([3, 17]), where=where
+            ) as f:
+                following = tasks.start(apply(f, copy))
+                if kills:
+                    killer = tasks.start(killing(url, copy, rng))
+                if alter:
+                    await until(lambda: copy.copied)
+                    await conn.execute("alter table items add column note text default 'n'")
+                if kills:
+                    async with asyncio.timeout(LIMIT):
+                        await killer
+                await until(lambda: f.progress.complete)
+                await asyncio.sleep(0.2)
+                over.set()
+                done = await writing
+                await agrees(url, copy, following, *KEY[kind], where=where or "true")
+            await tasks.cancel()
+            await pg.drop()
+    assert {"insert", "move", "delete", "update"} <= done.keys(), done
+    return copy
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_stack, "BACKOFF", (0.05, 0.5))
+    monkeypatch.setattr(_reader, "BACKOFF", (0.05, 0.5))
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "int": {"kind": "int"},
+    "exact": {"kind": "int", "exact": True, "truncate": 0.0},
+    "text": {"kind": "text"},
+    "pair": {"kind": "pair"},
+    "where": {"kind": "int", "where": "amount % 3 = 0"},
+    "killed": {"kind": "int", "kills": True},
+    "altered": {"kind": "int", "alter": True, "truncate": 0.0},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_rows_and_changes_add_up_to_the_table(
+    postgres: SyncEmbeddedPostgres, tmp_path: Path, case: str
+) -> None:
+    await run(postgres, tmp_path, case)
+
+
+@pytest.mark.parametrize("case", ["int", "where"])
+async def test_rows_and_changes_add_up_to_the_table_of_an_older_server(
+    older_postgres: SyncEmbeddedPostgres, tmp_path: Path, case: str
+) -> None:
+    await run(older_postgres, tmp_path, case)
+
+
+async def run(server: SyncEmbeddedPostgres, state: Path, case: str) -> None:
+    for seed in range(base_seed(), base_seed() + scaled(20)):
+        with empty_database(server) as url:
+            copy = await schedule(url, state / str(seed), seed=seed, **CASES[case])
+            assert copy.copied
