@@ -24,6 +24,7 @@ from .._settings import Settings
 from ..server import _admin, uncancelled
 from ._consumer import Changes
 from ._hub import Hub
+from ._publication_sql import CATALOG, ENTRIES, by_hand, full_identity, lock_mode, options_for
 from ._tables import Followed, Table, parse_table
 
 __all__ = ["Publisher"]
@@ -34,66 +35,6 @@ log = logging.getLogger("moored.postgres")
 LOCK_PATIENCE = 1.0
 #: After so many tables that could not be locked, the others are left for the next call, too.
 MOST_BUSY = 3
-
-_CATALOG = """
-WITH wanted AS (
-  SELECT w.wanted, CASE WHEN w.schema IS NULL THEN to_regclass(quote_ident(w.name))::oid ELSE (
-    SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-    WHERE n.nspname = w.schema AND c.relname = w.name) END AS oid
-  FROM unnest(%(wanted)s::text[], %(schemas)s::text[], %(names)s::text[])
-    AS w (wanted, schema, name)
-),
-published AS (
-  SELECT quote_ident(t.schemaname) || '.' || quote_ident(t.tablename) AS wanted, c.oid
-  FROM pg_publication_tables t
-  JOIN pg_namespace n ON n.nspname = t.schemaname
-  JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
-  WHERE t.pubname = %(publication)s
-),
-looked AS (
-  SELECT wanted, oid FROM wanted UNION SELECT wanted, oid FROM published WHERE %(everything)s
-)
-SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.relpersistence::text,
-  EXISTS (SELECT 1 FROM published WHERE published.oid = c.oid),
-  coalesce((
-    SELECT r.oid FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid), 0),
-  ARRAY(
-    SELECT leaf.oid::regclass::text FROM pg_class leaf
-    WHERE leaf.relkind = 'r' AND leaf.relreplident <> 'f'
-      AND leaf.oid IN (SELECT c.oid UNION SELECT t.relid FROM pg_partition_tree(c.oid) t)
-      AND NOT EXISTS (
-        SELECT 1 FROM pg_index i
-        WHERE i.indrelid = leaf.oid AND i.indisvalid AND i.indimmediate
-          AND CASE leaf.relreplident WHEN 'd' THEN i.indisprimary
-                                     WHEN 'i' THEN i.indisreplident ELSE false END)
-    ORDER BY 1),
-  coalesce((
-    SELECT string_agg(r.oid::text, ',' ORDER BY r.oid) FROM pg_publication_rel r
-    WHERE r.prpubid = p.oid AND (r.prrelid = c.oid OR r.prrelid IN (
-      SELECT a.relid FROM pg_partition_ancestors(c.oid) a))), ''),
-  coalesce(p.oid || '/' || p.xmin, ''),
-  coalesce(p.pubinsert AND p.pubupdate AND p.pubdelete AND p.pubtruncate, false),
-  coalesce(p.pubviaroot, false),
-  (SELECT coalesce(json_object_agg(a.attnum, json_build_array(a.attname, a.atttypid::bigint,
-      CASE a.atttypid WHEN 'numeric'::regtype THEN a.atttypmod ELSE -1 END,
-      a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{}')
-   FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
-  pg_current_wal_insert_lsn()::text
-FROM looked l
-JOIN pg_class c ON c.oid = l.oid
-JOIN pg_namespace n ON n.oid = c.relnamespace
-LEFT JOIN pg_publication p ON p.pubname = %(publication)s
-ORDER BY n.nspname, c.relname
-"""
-_ENTRIES = """
-SELECT n.nspname::text, c.relname::text
-FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
-JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE p.pubname = %(publication)s AND r.oid = ANY (%(entries)s)
-ORDER BY 1, 2
-"""
-_EVERYTHING = "publish = 'insert, update, delete, truncate'"
-_VIA_ROOT = "publish_via_partition_root = true"
 
 #: Errors for a table that is locked by another session, or that was just renamed, and for a
 #: publication that was just dropped.
@@ -169,7 +110,7 @@ class Publisher:
         await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
         rows = await _admin.rows(
             conn,
-            _CATALOG,
+            CATALOG,
             wanted=names,
             schemas=[each.schema for each in parsed],
             names=[each.name for each in parsed],
@@ -221,35 +162,18 @@ class Publisher:
             log.warning(
                 "the table %s has no primary key, or a partition of it has none: the server "
                 "refuses every UPDATE and DELETE on it. Add a primary key, or run %s",
-                *(table.exact, "; ".join(map(_full_identity, table.keyless))),
+                *(table.exact, "; ".join(map(full_identity, table.keyless))),
             )
         return None
 
     def _not_published(self, tables: Sequence[Table]) -> str:
         named = " and ".join(table.exact for table in tables)
-        missing = self._by_hand(tables)
+        missing = by_hand(self._publication, tables)
         todo = f": its owner must run {missing}" if missing else ""
         return (
             f"the publication {self._publication} does not publish all changes of {named} under "
             f"that name{todo}. Changes of a partition are published under the name of its "
             "partitioned table, if that is in the publication as well"
-        )
-
-    def _by_hand(self, tables: Sequence[Table]) -> str:
-        """Return the statements that publish tables, for the owner of tables and publication."""
-        altered = f"ALTER PUBLICATION {sql.Identifier(self._publication).as_string(None)}"
-        options = _options(tables)
-        added = ", ".join(table.quoted for table in tables if table.is_new)
-        keyless = [leaf for table in tables if table.is_new for leaf in table.keyless]
-        return "; ".join(
-            [
-                # Without the lock, what running transactions have written would be missing.
-                *([f"BEGIN; LOCK TABLE {added} IN {_lock_mode(keyless)} MODE"] if added else []),
-                *([f"{altered} SET ({', '.join(options)})"] if options else []),
-                *([f"{altered} ADD TABLE {added}"] if added else []),
-                *map(_full_identity, keyless),
-                *(["COMMIT"] if added else []),
-            ]
         )
 
     # -- publishing ----------------------------------------------------------------------------
@@ -287,8 +211,8 @@ class Publisher:
                     if table.published and table.complete:
                         continue  # by its owner; only the lock is missing
                     why += (
-                        f". Let this user own {table.exact} and the publication "
-                        f"{self._publication}, or let their owner run {self._by_hand([table])}"
+                        f". Let this user own {table.exact} and the publication, or let their "
+                        f"owner run {by_hand(self._publication, [table])}"
                     )
                 for changes in self._hub.attached():
                     if name in changes.tables:
@@ -307,10 +231,10 @@ class Publisher:
         async with conn.transaction():
             await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
             lock = sql.SQL("LOCK TABLE {} IN {} MODE {}")
-            mode = sql.SQL(_lock_mode(keyless))
+            mode = sql.SQL(lock_mode(keyless))
             await conn.execute(lock.format(listed, mode, sql.SQL(nowait)))
             now = list((await self._catalog(conn, tables)).values())
-            if options := _options(now):
+            if options := options_for(now):
                 change = sql.SQL("ALTER PUBLICATION {} SET ({})")
                 text = sql.SQL(", ".join(options))
                 await conn.execute(change.format(publication, text))
@@ -320,12 +244,12 @@ class Publisher:
                 named = sql.SQL(", ").join(map(_identifier, new))
                 await conn.execute(add.format(publication, named))
             for leaf in keyless:
-                await conn.execute(_full_identity(leaf).encode())
+                await conn.execute(full_identity(leaf).encode())
             confirmed = await self._catalog(conn, tables)
         for table in new:
             log.info("the table %s is published from now on", table.exact)
         for leaf in keyless:
-            log.warning("the table %s has no primary key: %s", leaf, _full_identity(leaf))
+            log.warning("the table %s has no primary key: %s", leaf, full_identity(leaf))
         if new:
             oids = {table.oid for table in new}
             await self._hub.keep_added(
@@ -341,7 +265,7 @@ class Publisher:
         # A consumer that attaches meanwhile must wait until its tables are published again.
         self._hub.published.clear()
         query = {"publication": self._publication, "entries": list(entries)}
-        if tables := await _admin.rows(conn, _ENTRIES, **query):
+        if tables := await _admin.rows(conn, ENTRIES, **query):
             drop = sql.SQL("ALTER PUBLICATION {} DROP TABLE {}")
             named = sql.SQL(", ").join(sql.Identifier(*each) for each in tables)
             try:
@@ -393,26 +317,6 @@ class Publisher:
             elif not changes.tables:
                 return f"the table {before.schema}.{before.name} is no longer published"
         return None
-
-
-def _options(tables: Sequence[Table]) -> list[str]:
-    """Return the options that a publication of these tables lacks."""
-    options = []
-    if any(each.kind == "p" and not each.via_root for each in tables):
-        # Otherwise its changes are published under the names of its partitions.
-        options.append(_VIA_ROOT)
-    if not all(each.complete for each in tables):
-        options.append(_EVERYTHING)
-    return options
-
-
-def _lock_mode(keyless: Sequence[str]) -> str:
-    # To set a replica identity takes the strongest lock: taking it later could deadlock.
-    return "ACCESS EXCLUSIVE" if keyless else "SHARE"
-
-
-def _full_identity(table: str) -> str:
-    return f"ALTER TABLE {table} REPLICA IDENTITY FULL"
 
 
 def _identifier(table: Table) -> sql.Identifier:

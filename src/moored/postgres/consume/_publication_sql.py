@@ -1,0 +1,112 @@
+"""The SQL of publications: the catalog query, and the statements that publish tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psycopg import sql
+
+from ._tables import Table
+
+__all__ = ["CATALOG", "ENTRIES", "by_hand", "full_identity", "lock_mode", "options_for"]
+
+#: The named tables, and optionally all published ones, in the order in which they are locked.
+CATALOG = """
+WITH wanted AS (
+  SELECT w.wanted, CASE WHEN w.schema IS NULL THEN to_regclass(quote_ident(w.name))::oid ELSE (
+    SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE n.nspname = w.schema AND c.relname = w.name) END AS oid
+  FROM unnest(%(wanted)s::text[], %(schemas)s::text[], %(names)s::text[])
+    AS w (wanted, schema, name)
+),
+published AS (
+  SELECT quote_ident(t.schemaname) || '.' || quote_ident(t.tablename) AS wanted, c.oid
+  FROM pg_publication_tables t
+  JOIN pg_namespace n ON n.nspname = t.schemaname
+  JOIN pg_class c ON c.relnamespace = n.oid AND c.relname = t.tablename
+  WHERE t.pubname = %(publication)s
+),
+looked AS (
+  SELECT wanted, oid FROM wanted UNION SELECT wanted, oid FROM published WHERE %(everything)s
+)
+SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.relpersistence::text,
+  EXISTS (SELECT 1 FROM published WHERE published.oid = c.oid),
+  coalesce((
+    SELECT r.oid FROM pg_publication_rel r WHERE r.prpubid = p.oid AND r.prrelid = c.oid), 0),
+  ARRAY(
+    SELECT leaf.oid::regclass::text FROM pg_class leaf
+    WHERE leaf.relkind = 'r' AND leaf.relreplident <> 'f'
+      AND leaf.oid IN (SELECT c.oid UNION SELECT t.relid FROM pg_partition_tree(c.oid) t)
+      AND NOT EXISTS (
+        SELECT 1 FROM pg_index i
+        WHERE i.indrelid = leaf.oid AND i.indisvalid AND i.indimmediate
+          AND CASE leaf.relreplident WHEN 'd' THEN i.indisprimary
+                                     WHEN 'i' THEN i.indisreplident ELSE false END)
+    ORDER BY 1),
+  coalesce((
+    SELECT string_agg(r.oid::text, ',' ORDER BY r.oid) FROM pg_publication_rel r
+    WHERE r.prpubid = p.oid AND (r.prrelid = c.oid OR r.prrelid IN (
+      SELECT a.relid FROM pg_partition_ancestors(c.oid) a))), ''),
+  coalesce(p.oid || '/' || p.xmin, ''),
+  coalesce(p.pubinsert AND p.pubupdate AND p.pubdelete AND p.pubtruncate, false),
+  coalesce(p.pubviaroot, false),
+  (SELECT coalesce(json_object_agg(a.attnum, json_build_array(a.attname, a.atttypid::bigint,
+      CASE a.atttypid WHEN 'numeric'::regtype THEN a.atttypmod ELSE -1 END,
+      a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{}')
+   FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
+  pg_current_wal_insert_lsn()::text
+FROM looked l
+JOIN pg_class c ON c.oid = l.oid
+JOIN pg_namespace n ON n.oid = c.relnamespace
+LEFT JOIN pg_publication p ON p.pubname = %(publication)s
+ORDER BY n.nspname, c.relname
+"""
+#: The tables of entries of a publication.
+ENTRIES = """
+SELECT n.nspname::text, c.relname::text
+FROM pg_publication_rel r JOIN pg_publication p ON p.oid = r.prpubid
+JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE p.pubname = %(publication)s AND r.oid = ANY (%(entries)s)
+ORDER BY 1, 2
+"""
+_EVERYTHING = "publish = 'insert, update, delete, truncate'"
+_VIA_ROOT = "publish_via_partition_root = true"
+
+
+def options_for(tables: Sequence[Table]) -> list[str]:
+    """Return the options that a publication of these tables lacks."""
+    options = []
+    if any(each.kind == "p" and not each.via_root for each in tables):
+        # Otherwise its changes are published under the names of its partitions.
+        options.append(_VIA_ROOT)
+    if not all(each.complete for each in tables):
+        options.append(_EVERYTHING)
+    return options
+
+
+def lock_mode(keyless: Sequence[str]) -> str:
+    """Return the lock for publishing tables, some of which may lack a replica identity.
+
+    To set one takes the strongest lock: taking that later could deadlock.
+    """
+    return "ACCESS EXCLUSIVE" if keyless else "SHARE"
+
+
+def full_identity(table: str) -> str:
+    """Return the statement that gives a table a replica identity."""
+    return f"ALTER TABLE {table} REPLICA IDENTITY FULL"
+
+
+def by_hand(publication: str, tables: Sequence[Table]) -> str:
+    """Return the statements that publish tables, for the owner of tables and publication."""
+    altered = f"ALTER PUBLICATION {sql.Identifier(publication).as_string(None)}"
+    added = ", ".join(table.quoted for table in tables if table.is_new)
+    keyless = [leaf for table in tables if table.is_new for leaf in table.keyless]
+    options = options_for(tables)
+    statements = [f"{altered} SET ({', '.join(options)})"] if options else []
+    if added:
+        # Without the lock, what running transactions have written would be missing.
+        lock = f"BEGIN; LOCK TABLE {added} IN {lock_mode(keyless)} MODE"
+        add = f"{altered} ADD TABLE {added}"
+        statements = [lock, *statements, add, *map(full_identity, keyless), "COMMIT"]
+    return "; ".join(statements)
