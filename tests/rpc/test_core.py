@@ -8,6 +8,7 @@ from moored.kernel import Clock, Recorder
 from moored.rpc import ConnectionConfig
 from moored.rpc._core import Actions, ConnectionCore, ShellAct
 from moored.rpc._manager_options import ManagerOptions
+from moored.rpc._verdicts import Verdict
 
 pytestmark = pytest.mark.pure
 
@@ -103,12 +104,12 @@ def test_result_of_an_abandoned_attempt_is_discarded() -> None:
 
 
 def test_end_of_an_old_attempt_changes_nothing() -> None:
-    for end in (ConnectionCore.failed, ConnectionCore.failed_for_good, ConnectionCore.refused):
+    for verdict in Verdict:
         core = ready()
-        assert end(core, 1, ERROR, 100.0) == []
+        assert core.failed(1, ERROR, 100.0, verdict) == []
         assert (state(core), core.counters.connect_failures) == ("ready/serving", 0)
         core.broken(1, ERROR, 100.0)
-        assert end(core, 1, ERROR, 100.0) == [], "attempt 2 is in progress"
+        assert core.failed(1, ERROR, 100.0, verdict) == [], "attempt 2 is in progress"
         assert state(core) == "recovering/dialling"
 
 
@@ -133,10 +134,10 @@ def test_channel_is_renewed_only_while_serving() -> None:
 
 
 def test_failed_renewal_leaves_the_channel_in_use() -> None:
-    for end in (ConnectionCore.failed, ConnectionCore.failed_for_good, ConnectionCore.refused):
+    for verdict in Verdict:
         core = ready()
         assert acts(core.aged(100.0)) == [ShellAct.DIAL]
-        assert end(core, 2, ERROR, 100.0) == []
+        assert core.failed(2, ERROR, 100.0, verdict) == []
         assert state(core) == "ready/serving"
         assert core.verdict is None
 
@@ -172,7 +173,7 @@ def test_core_is_closed_once() -> None:
 def test_refusal_lasts_until_its_pause_ends() -> None:
     core = ready()
     core.broken(1, ERROR, 100.0)
-    timer, wake = core.refused(2, ERROR, 100.0)
+    timer, wake = core.failed(2, ERROR, 100.0, Verdict.REFUSED)
     assert (timer.act, wake.act) == (ShellAct.SET_TIMER, ShellAct.WAKE)
     assert acts(core.wait(100.0)) == [ShellAct.WAKE], "a new caller was not woken"
     assert acts(core.wait(100.0 + timer.delay)) == [ShellAct.SET_TIMER]

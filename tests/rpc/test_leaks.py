@@ -30,7 +30,7 @@ from .servers import EchoServer
 from .sides import aborted
 
 LIMIT = 30.0
-WARM_UP = 30
+WARM_UP = scaled(30, least=10)
 #: What a cycle may leak on average; a channel that is not closed leaks far more.
 PYTHON_BYTES, RESIDENT_BYTES = 50, 6_000
 
@@ -135,13 +135,13 @@ def run_cycles(config: ConnectionConfig, cycles: int) -> None:
 
 
 def test_managers_for_threads_leak_nothing(echo: EchoServer) -> None:
-    run_cycles(ConnectionConfig.from_uri(echo.uri), scaled(1000, least=60))
+    run_cycles(ConnectionConfig.from_uri(echo.uri), scaled(1000, least=20))
 
 
 @pytest.mark.soak
 def test_dedicated_connections_of_one_manager_leak_nothing(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
-    cycles = scaled(1000, least=60)
+    cycles = scaled(1000, least=20)
     clock = Leaping()
     with traced(), ConnectionManager(clock=clock, classify=aborted) as manager:
 
@@ -223,7 +223,7 @@ async def cycle_async(config: ConnectionConfig, number: int) -> None:
 
 
 async def test_managers_for_asyncio_leak_nothing(echo: EchoServer) -> None:
-    config, cycles = ConnectionConfig.from_uri(echo.uri), scaled(1000, least=60)
+    config, cycles = ConnectionConfig.from_uri(echo.uri), scaled(1000, least=20)
     loop = asyncio.get_running_loop()
     loop.set_debug(False)  # it would keep the traceback of each task
     with traced():

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moored.kernel import Event
 from moored.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, Member, Topology
-from moored.rpc._counters import MAX_ADDRESSES, OTHERS, Counters, Ledger
+from moored.rpc._counters import Counters
 from moored.rpc.prometheus import _COUNTERS, RpcCollector
 
 from .handlers import ECHO, loss_noticed_async
@@ -214,11 +214,11 @@ async def test_move_of_the_primary_is_recorded(kind: Kind) -> None:
         assert moves == [
             (f"moved to {south.address}", f"it was connected to {north.address} before")
         ]
-        known = side.manager.recorder.events(f"rpc.{north.address}.topology")
-        assert [each.text for each in known] == [
+        events = side.manager.recorder.events(f"rpc.{north.address}.topology")
+        known = [each.text for each in events if each.kind == "info"]
+        assert known[:2] == [
             "version 1 of the topology is known",
             "version 2 of the topology is known",
-            *[each.text for each in known[2:]],
         ]
 
 
@@ -366,16 +366,3 @@ def test_second_collector_in_one_registry_is_refused() -> None:
     registry.register(RpcCollector())
     with pytest.raises(ValueError, match="Duplicated"):
         registry.register(RpcCollector())
-
-
-def test_counters_of_many_addresses_are_combined() -> None:
-    ledger = Ledger()
-    kept = ledger.of("kept:1", set)
-    kept.connects = 5
-    for number in range(MAX_ADDRESSES + 10):
-        ledger.of(f"10.0.0.{number}:1", lambda: {"kept:1"}).connects += 1
-    assert len(list(ledger)) <= MAX_ADDRESSES + 1
-    found = dict(ledger)
-    assert found["kept:1"] is kept
-    assert found[OTHERS].connects >= 10
-    assert ledger.total().connects == MAX_ADDRESSES + 15

@@ -194,9 +194,9 @@ async def test_wrong_token_of_asyncio_fails_immediately(server: Server) -> None:
 async def test_probe_needs_no_token(server: Server) -> None:
     server.service.refuse = grpc.StatusCode.UNAUTHENTICATED
     with grpc.insecure_channel(server.address) as channel:
-        assert milvus_probe(channel)
+        assert await milvus_probe(channel)
         server.stop()
-        assert not milvus_probe(channel)
+        assert not await milvus_probe(channel)
 
 
 def test_token_is_shown_nowhere(server: Server, caplog: pytest.LogCaptureFixture) -> None:

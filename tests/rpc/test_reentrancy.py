@@ -26,7 +26,6 @@ from moored.rpc import (
     Handler,
     retry_on_rpc_failure,
 )
-from moored.rpc._changes import ManagerChanges, Work
 from moored.testing import mutant, scaled
 
 from .handlers import ECHO, ENDLESS, FAIL, eventually
@@ -88,7 +87,8 @@ class TrappedManager:
             clock=Clock(self.trap), classify=lambda error: isinstance(error, Refused), **options
         )
         self.channel = self.manager.get_or_create(self.config, timeout=LIMIT)
-        self.trap.within = lambda: self.manager._changes.under_way()
+        # The loop thread makes all changes.
+        self.trap.within = lambda: LoopThread.shared().is_current
 
     def line(self) -> dict[str, Any]:
         (only,) = (
@@ -167,6 +167,7 @@ def look(trapped: TrappedManager) -> None:
 
 
 def check_out(trapped: TrappedManager) -> None:
+    trapped.trap.within = lambda: True  # the caller's thread makes it
     assert trapped.manager.get_or_create(trapped.config) is trapped.channel
     trapped.manager.release(trapped.channel)
 
@@ -231,19 +232,23 @@ def test_close_all_in_a_finalizer_inside_a_state_change_works(
     assert not finalizer_errors
 
 
-def _changes_within_a_change(self: ManagerChanges, change: Callable[[], Work]) -> None:
-    with self._lock:
-        work = change()
-    self._post(work)
+def _changes_within_a_change(self: ConnectionManager, change: Callable[[], object]) -> None:
+    if LoopThread.shared().is_current:
+        change()
+    else:
+        _change(self, change)
 
 
-@mutant(ManagerChanges, "make", _changes_within_a_change, name="state changes nest")
+_change = ConnectionManager._change
+
+
+@mutant(ConnectionManager, "_change", _changes_within_a_change, name="state changes nest")
 def test_mutant_with_nested_state_changes_is_caught(
     trapped: TrappedManager, finalizer_errors: list[Any]
 ) -> None:
     # A closed connection would wait for a probe, and stay alive unnoticed.
     with pytest.raises((AssertionError, ConnectFailed, IllegalMove)):
-        within(SOON, lambda: close_everything(trapped, 1.0))
+        within(3.0, lambda: close_everything(trapped, 1.0))
 
 
 def test_call_in_a_finalizer_inside_a_state_change_fails_instead_of_waiting(
@@ -261,7 +266,7 @@ def test_call_in_a_finalizer_inside_a_state_change_fails_instead_of_waiting(
     trapped.trap.set(Client(finalize), 0)
     within(SOON, lambda: look(trapped))
     assert [error.code() for error in ended] == [grpc.StatusCode.FAILED_PRECONDITION]
-    assert "by a finalizer in the middle of a change" in ended[0].details()
+    assert "in the middle of a change" in ended[0].details()
     assert not finalizer_errors
 
 
@@ -269,7 +274,7 @@ def test_call_in_a_finalizer_inside_a_state_change_fails_instead_of_waiting(
 def test_retry_in_a_finalizer_inside_a_state_change_is_refused(
     trapped: TrappedManager, finalizer_errors: list[Any], lost: bool
 ) -> None:
-    """The manager's lock is held while the finalizer runs."""
+    """The loop thread, which would have to connect, runs the finalizer."""
     ended: list[Any] = []
     channel = trapped.channel
 
@@ -297,7 +302,7 @@ def test_retry_in_a_finalizer_inside_a_state_change_is_refused(
 
 
 def test_release_under_a_handlers_lock_does_not_deadlock(echo: EchoServer) -> None:
-    """The collector runs under a handler's lock, which the manager takes under its own lock."""
+    """The collector runs under a handler's lock, for which the loop thread waits."""
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config, timeout=LIMIT)
@@ -308,10 +313,12 @@ def test_release_under_a_handlers_lock_does_not_deadlock(echo: EchoServer) -> No
                 both.wait(LIMIT)
                 channel.close()
 
+        async def read() -> None:
+            both.wait(LIMIT)
+            assert channel.calls == 0
+
         def swap() -> None:
-            with manager._lock:
-                both.wait(LIMIT)
-                assert channel.calls == 0
+            LoopThread.shared().run(read(), LIMIT)
 
         threads = [threading.Thread(target=act, daemon=True) for act in (collect, swap)]
         for thread in threads:
@@ -470,13 +477,13 @@ FORK = """
     channel = manager.get_or_create(config)
     own = manager.get_or_create(config, dedicated=True)
     Client(own)
-    begin = manager._begin
+    begin = manager._new_background
 
     def collected():
         gc.collect()
-        begin()
+        return begin()
 
-    manager._begin = collected
+    manager._new_background = collected
 
     async def nothing():
         pass

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
+from moored.kernel import Generation
 from moored.rpc._channel_pool import ChannelPool
 from moored.rpc._handler import Handler
 from moored.rpc._handler_async import AsyncHandler
@@ -115,10 +116,10 @@ def test_call_that_ends_in_a_forked_child_closes_no_inherited_channel() -> None:
 def test_handler_with_a_call_in_flight_does_not_sleep() -> None:
     live = busy(Channel())
     handler = Handler(live)
-    assert handler._detach(1) is None
+    assert handler._detach(Generation()) is None
     assert handler._is_open
     live.leave()
-    heir = handler._detach(1)
+    heir = handler._detach(Generation())
     assert heir is not None
     assert heir._live is live
     assert not handler._is_open
@@ -164,10 +165,10 @@ async def test_call_that_ends_in_a_forked_child_closes_no_inherited_channel_asyn
 async def test_handler_with_a_call_in_flight_does_not_sleep_async() -> None:
     live = busy(AioChannel())
     handler = AsyncHandler(live)
-    assert handler._detach(1) is None
+    assert handler._detach(Generation()) is None
     assert handler._is_open
     live.leave()
-    heir = handler._detach(1)
+    heir = handler._detach(Generation())
     assert heir is not None
     assert heir._live is live
     assert not handler._is_open

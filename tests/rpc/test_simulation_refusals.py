@@ -19,6 +19,7 @@ from moored.rpc import (
 )
 from moored.rpc._core import Actions, ConnectionCore, ShellAct, ShellAction
 from moored.rpc._errors import TopologyRefused
+from moored.rpc._verdicts import Verdict
 from moored.rpc.topology._source_pacing import PACE
 from moored.rpc.topology._sources import TopologySource
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
@@ -127,10 +128,20 @@ def test_hopeless_attempts_fail_their_callers_immediately() -> None:
     simulate(random_outcomes, seeds=scaled(300, least=12))
 
 
-def _fails_as_transient(
-    self: ConnectionCore, attempt: int, error: BaseException, now: float
-) -> Actions:
-    return self.failed(attempt, error, now)
+def _retries_after(wrong: Verdict) -> Any:
+    def failed(
+        self: ConnectionCore,
+        attempt: int,
+        error: BaseException,
+        now: float,
+        verdict: Verdict = Verdict.RETRY,
+    ) -> Actions:
+        return _failed(self, attempt, error, now, Verdict.RETRY if verdict is wrong else verdict)
+
+    return failed
+
+
+_failed = ConnectionCore.failed
 
 
 def _refuses_forever(self: ConnectionCore, now: float) -> Actions:
@@ -142,14 +153,14 @@ def _refuses_forever(self: ConnectionCore, now: float) -> Actions:
     [
         mutant(
             ConnectionCore,
-            "failed_for_good",
-            _fails_as_transient,
+            "failed",
+            _retries_after(Verdict.MISTAKE),
             name="a configuration error is retried",
         ),
         mutant(
             ConnectionCore,
-            "refused",
-            _fails_as_transient,
+            "failed",
+            _retries_after(Verdict.REFUSED),
             name="a refusal is retried without waking the callers",
         ),
         mutant(ConnectionCore, "_refuse_waiter", _refuses_forever, name="a refusal never expires"),

@@ -694,8 +694,11 @@ def test_failures_are_recorded_and_do_not_stop_the_refresher() -> None:
         refresher = Refresher(refresh, every=10, recorder=recorder, name="rpc.test")
         for error in (TopologyError("no primary"), RuntimeError("a bug"), TimeoutError("slow")):
             await asyncio.sleep(12)
-            assert str(error) in recorder.explain("rpc.test")
+            assert str(error) in recorder.explain("rpc.test/refresh")
         assert not refresher.task.done()
+        (child,) = refresher.supervisor.tree().children
+        assert (child.state, child.restarts) == ("running", 3)
+        assert "slow" in str(child.last_failure)
         await stopped(refresher)
 
     run_virtual(scenario)

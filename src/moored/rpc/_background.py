@@ -1,22 +1,33 @@
 """The background work of a manager: connect, probe, wait, and close unused connections.
 
-It runs on one event loop: the user's own, or the private one of the manager for threads. Each event
-is passed to a `ConnectionCore` under the manager's lock; no lock is held across an `await`.
+It runs on one event loop: the user's own, or the private one of the manager for threads. Nothing
+else changes the state of the connections, so there is no lock.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from moored.kernel import Clock, Recorder, Tasks, Timers, forget_frames, run_callback
+from moored.kernel import (
+    Child,
+    Clock,
+    Context,
+    Recorder,
+    Supervisor,
+    Tasks,
+    Timers,
+    Tree,
+    forget_frames,
+    run_callback,
+)
 
-from ._channels import PROBE_TIMEOUT, Channels
+from ._channels import PROBE_TIMEOUT, answers, until_ready
 from ._connection_table import ConnectionTable
 from ._core import Actions, ShellAct
 from ._dial import close_channel, close_unused, reports_too_many_pings, with_rarer_pings
@@ -51,20 +62,21 @@ Managed = ManagedConnection[Any]
 
 
 class Background:
-    """The background of one manager."""
+    """The background of one manager.
+
+    :param kind: the kind of its channels: `grpc.Channel` or `grpc.aio.Channel`.
+    """
 
     def __init__(
         self,
-        lock: contextlib.AbstractContextManager[Any],
-        channels: Channels,
+        kind: type,
         *,
         policy: ManagerOptions,
         clock: Clock,
         recorder: Recorder,
         table: ConnectionTable,
     ) -> None:
-        self._lock = lock
-        self._channels = channels
+        self._kind = kind
         self._policy = policy
         self._clock = clock
         self._recorder = recorder
@@ -75,7 +87,15 @@ class Background:
         self._timers = Timers()
         # By key: the next connection waits for the end of a cancelled attempt.
         self._dials: dict[str, asyncio.Task[None]] = {}
-        self._watching = False
+        sweep = partial(_sweep, weakref.ref(self), policy.linger / 4)
+        self._supervisor = Supervisor(
+            "rpc",
+            children=[Child("sweeper", sweep, restart="transient")],
+            intensity=None,
+            recorder=recorder,
+            clock=clock,
+        )
+        self._supervising: asyncio.Task[None] | None = None
 
     # -- actions of the core -------------------------------------------------------------------
 
@@ -99,17 +119,15 @@ class Background:
                 case ShellAct.REFRESH:
                     self._tasks.start(self._refresh(managed))
                 case ShellAct.CLOSE:
-                    self._give_up(managed)
-                    self._closings[managed] = self._tasks.start(self._close(managed))
+                    self._close(managed)
                 case _:  # SWAP and DISCARD are carried out by `_arrive`, which has the channel
                     raise AssertionError(action)
 
     def _wake(self, managed: Managed) -> None:
         """Wake the waiting callers; each checks the state of the connection itself."""
-        with self._lock:
-            waiters, managed.waiters = managed.waiters, []
-            managed.core.waiting -= len(waiters)
-            verdict = managed.core.verdict
+        waiters, managed.waiters = managed.waiters, []
+        managed.core.waiting -= len(waiters)
+        verdict = managed.core.verdict
         for waiter in waiters:
             if waiter.done():
                 continue
@@ -155,11 +173,6 @@ class Background:
 
         task.add_done_callback(ended)
 
-    def _give_up(self, managed: Managed) -> None:
-        """Cancel the current attempt to connect."""
-        if managed.dial is not None and managed.dial is not asyncio.current_task():
-            managed.dial.cancel()
-
     async def _dial(
         self, managed: Managed, attempt: int, before: asyncio.Task[None] | None
     ) -> None:
@@ -193,7 +206,7 @@ class Background:
                     # A member that does not answer leaves time for the other members.
                     time_limit /= choices
                     limit.reschedule(asyncio.get_running_loop().time() + time_limit)
-                await self._channels.ready(channel)
+                await until_ready(self._kind, channel)
         except TimeoutError as error:
             silent = ConnectFailed(
                 managed.trouble or f"{managed.config.address} has not answered for {time_limit:g} s"
@@ -216,8 +229,8 @@ class Background:
         except Exception as error:  # the caller must still report the failure to the core
             log.info("closing an unused channel failed: %s", type(error).__name__)
 
-    def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> Actions:
-        """Report that a generation is broken, under the lock; new calls wait for the next one."""
+    def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> None:
+        """Report that a generation is broken; new calls wait for the next one."""
         if isinstance(cause, BaseException) and self._is_news(managed, generation):
             cause = self.without_secrets(managed, cause)
         actions = managed.core.broken(
@@ -230,25 +243,23 @@ class Background:
         )
         if managed.strategy.always_recovers:
             self._lose(managed, cause if isinstance(cause, BaseException) else None)
-        return actions
+        self.carry_out(managed, actions)
 
     def _is_connected(self, managed: Managed, generation: int) -> bool:
         live = managed.handler._current
-        return live is not None and live.number == generation and is_connected(live.channel)
+        with inside():
+            return live is not None and live.number == generation and is_connected(live.channel)
 
     async def _check_connection(self, managed: Managed, generation: int) -> None:
         """Check whether a generation lost its connection, or its server answered UNAVAILABLE."""
         for pause in CHECK_PAUSES:
             await asyncio.sleep(pause)
-            with inside():
-                connected = self._is_connected(managed, generation)
-            if not connected:
+            if not (connected := self._is_connected(managed, generation)):
                 break
-        with self._lock:
-            cause = managed.core.suspected_cause
-            actions = managed.core.checked(generation, connected, self._clock.monotonic())
-            if managed.strategy.always_recovers:
-                self._lose(managed, cause if isinstance(cause, BaseException) else None)
+        cause = managed.core.suspected_cause
+        actions = managed.core.checked(generation, connected, self._clock.monotonic())
+        if managed.strategy.always_recovers:
+            self._lose(managed, cause if isinstance(cause, BaseException) else None)
         self.carry_out(managed, actions)
         if connected and isinstance(managed.strategy, Follower):
             managed.strategy.hurry()  # the server may no longer be the primary
@@ -269,31 +280,26 @@ class Background:
                 managed.ping_factor = min(2 * managed.ping_factor, MAX_PING_FACTOR)
             managed.handler._lose(cause)
 
-    def moved(self, managed: Managed, why: str) -> Actions:
-        """Replace the connection if the topology wants another member; under the lock."""
+    def moved(self, managed: Managed, why: str) -> None:
+        """Replace the connection if the topology wants another member."""
         advise = getattr(managed.strategy, "advise", None)
-        if advise is None or advise(managed.address) is not Advice.MOVE:
-            return []
-        return self.broken(managed, managed.generation, why)
+        if advise is not None and advise(managed.address) is Advice.MOVE:
+            self.broken(managed, managed.generation, why)
 
     async def _arrive(self, managed: Managed, attempt: int, channel: Any) -> None:
         address = getattr(managed.strategy, "address", None) or managed.config.address
-        with self._lock:
-            actions = managed.core.dialled(attempt, self._clock.monotonic())
-            swap = bool(actions) and actions[0].act is ShellAct.SWAP
-            if swap:
-                self._count_move(managed, address)
-                managed.address = address
-                if isinstance(managed.strategy, Follower):
-                    managed.strategy.arrived(address)
-                managed.handler._swap(LiveChannel(managed.generation, channel, address))
-                # The primary may have moved during the attempt.
-                actions += self.moved(managed, "the primary has moved meanwhile")
-        if not swap:
+        first, *actions = managed.core.dialled(attempt, self._clock.monotonic())
+        if first.act is not ShellAct.SWAP:
             await self._discard(channel)
             return
+        self._count_move(managed, address)
+        managed.address = address
+        if isinstance(managed.strategy, Follower):
+            managed.strategy.arrived(address)
+        managed.handler._swap(LiveChannel(managed.generation, channel, address))
         self._set_age_timer(managed)
-        self.carry_out(managed, actions[1:])
+        self.carry_out(managed, actions)
+        self.moved(managed, "the primary has moved meanwhile")
 
     def _count_move(self, managed: Managed, address: str) -> None:
         """Count a new channel that leads to another address than the one before."""
@@ -310,19 +316,17 @@ class Background:
         if channel is not None:
             await self._discard(channel)
         forget_frames(kept)
-        core = managed.core
-        if verdict is Verdict.REFUSED and (managed.generation or not managed.dedicated):
-            self._tell(managed, core.refused, attempt, kept)
-        else:
-            event = core.failed if verdict is Verdict.RETRY else core.failed_for_good
-            self._tell(managed, event, attempt, kept)
+        if verdict is Verdict.REFUSED and managed.dedicated and not managed.generation:
+            verdict = Verdict.MISTAKE  # no other caller can wait for it
+        actions = managed.core.failed(attempt, kept, self._clock.monotonic(), verdict)
+        self.carry_out(managed, actions)
 
     async def _probe(self, managed: Managed, generation: int) -> None:
         healthy, live = False, managed.handler._live
         if live is not None and live.number == generation:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT):
-                    healthy = await self._channels.probe(live.channel)
+                    healthy = await answers(self._kind, live.channel, self._policy.probe)
             except Exception as error:
                 text = safe_text(error, _secrets(managed))
                 log.info("%s: the probe failed: %s", managed.address, text)
@@ -333,32 +337,31 @@ class Background:
     async def _refresh(self, managed: Managed) -> None:
         """Refresh refused credentials, once for all callers."""
         handler, counters = managed.handler, managed.core.counters
-        name = f"rpc.{managed.config.address}"
+        failure: BaseException | None = asyncio.CancelledError()
         try:
-            async with asyncio.timeout(managed.connect_timeout):
-                await run_callback(handler._credentials.refresh)
-        except BaseException as error:
-            with self._lock:
-                counters.credential_refresh_failures += 1
             try:
-                why = safe_text(error, _secrets(managed))
-                self._recorder.record(
-                    name, "the credentials were not refreshed", kind="failure", cause=why
-                )
-                log.warning("%s: the credentials were not refreshed: %s", managed.address, why)
-            finally:
-                handler._renewed(error)
-            if not isinstance(error, Exception):
-                raise
-        else:
-            with self._lock:
-                counters.credential_refreshes += 1
-            why = "the server refused the previous ones"
-            self._recorder.record(name, "the credentials were refreshed", cause=why)
-            handler._renewed(None)
+                async with asyncio.timeout(managed.connect_timeout):
+                    await run_callback(handler._credentials.refresh)
+                failure = None
+            except Exception as error:
+                failure = error
+            counters.credential_refreshes += failure is None
+            counters.credential_refresh_failures += failure is not None
+            self._record_refresh(managed, failure)
+        finally:
+            handler._renewed(failure)
 
-    def unsent(self, managed: Managed, error: BaseException) -> list[tuple[Managed, Actions]]:
-        """Count a call that was not sent, under the lock; record the first one of an outage."""
+    def _record_refresh(self, managed: Managed, failure: BaseException | None) -> None:
+        name, kind = f"rpc.{managed.config.address}", "info"
+        text, why = "the credentials were refreshed", "the server refused the previous ones"
+        if failure is not None:
+            kind, text = "failure", "the credentials were not refreshed"
+            why = safe_text(failure, _secrets(managed))
+            log.warning("%s: %s: %s", managed.address, text, why)
+        self._recorder.record(name, text, kind=kind, cause=why)
+
+    def unsent(self, managed: Managed, error: BaseException) -> None:
+        """Count a call that was not sent; record the first one of an outage."""
         managed.core.counters.calls_unsent += 1
         if managed.unsent_in != managed.generation:
             managed.unsent_in = managed.generation
@@ -368,49 +371,44 @@ class Background:
                 kind="failure",
                 cause=error,
             )
-        return []
 
     def _tell(self, managed: Managed, event: Callable[..., Actions], *given: Any) -> None:
-        with self._lock:
-            actions = event(*given, self._clock.monotonic())
-        self.carry_out(managed, actions)
+        self.carry_out(managed, event(*given, self._clock.monotonic()))
 
     # -- the end -------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Close connections without clients after `linger`, as long as there are connections."""
-        if not self._watching and len(self._table):
-            self._watching = True
-            self._sweep_later(weakref.ref(self))
+        """Start the supervisor, with the first connection."""
+        if self._supervising is None:
+            self._supervising = self._tasks.start(self._supervisor.start())
 
-    def _sweep_later(self, background: weakref.ref[Background]) -> None:
-        # The timer holds it weakly, so that an unreferenced manager can be collected.
-        def sweep() -> None:
-            if (found := background()) is not None:
-                found._sweep()
+    def sweep(self) -> None:
+        """Close connections that had no client, call or waiter for `linger` seconds."""
+        for managed in self._table.unused(self._clock.monotonic(), self._policy.linger):
+            if self._table.detach(managed):
+                self.close(managed, "no client uses it")
 
-        self._set_timer("sweep", self._policy.linger / 4, sweep)
+    def tree(self) -> Tree:
+        """Return the tree of the supervisor, with those of the topologies below it."""
+        own = self._supervisor.tree()
+        strategies = (managed.strategy for managed in self._table)
+        followed = [each.tree() for each in strategies if isinstance(each, Follower)]
+        return replace(own, children=(*own.children, *(tree for tree in followed if tree)))
 
-    def _sweep(self) -> None:
-        with self._lock:
-            found = self._table.unused(self._clock.monotonic(), self._policy.linger)
-            over = [each for each in found if each.detach()]
-            closing = [(each, each.core.close("no client uses it")) for each in over]
-            self._watching = len(self._table) > 0
-        for managed, actions in closing:
-            self.carry_out(managed, actions)
-        if self._watching:
-            self._sweep_later(weakref.ref(self))
+    def close(self, managed: Managed, why: str) -> None:
+        """Close a connection: it refuses new calls from now on, and those in flight may end."""
+        self.carry_out(managed, managed.core.close(why))
 
-    async def _close(self, managed: Managed) -> None:
-        with self._lock:
-            self._table.remove(managed)
-            empty = not len(self._table)
-        if empty:
-            self._timers.cancel("sweep")
-            self._watching = False
+    def _close(self, managed: Managed) -> None:
+        if managed.dial is not None and managed.dial is not asyncio.current_task():
+            managed.dial.cancel()
+        self._table.remove(managed)
         self._timers.cancel((managed, "age"))
-        self.shut(managed)
+        managed.handler._on_close = None
+        managed.handler._shut(CLOSING)
+        self._closings[managed] = self._tasks.start(self._finish_close(managed))
+
+    async def _finish_close(self, managed: Managed) -> None:
         try:
             await run_callback(managed.strategy.close_async, managed)
             await run_callback(managed.handler._wait_closed)
@@ -419,11 +417,6 @@ class Background:
             log.warning("%s: closing the connection failed: %s", managed.address, text)
         finally:
             self._closings.pop(managed, None)
-
-    def shut(self, managed: Managed) -> None:
-        """Refuse new calls; those in flight may end. Calling it twice is harmless."""
-        managed.handler._on_close = None
-        managed.handler._shut(CLOSING)
 
     async def closed(self, managed: Managed) -> None:
         """Wait until a connection is closed."""
@@ -438,6 +431,22 @@ class Background:
     async def drained(self) -> None:
         """Wait until all background tasks have ended."""
         await self._tasks.drain()
+
+    async def stop(self) -> None:
+        """Stop the supervisor."""
+        if self._supervising is not None:
+            await self._supervisor.stop()
+
+
+async def _sweep(background: weakref.ref[Background], every: float, ctx: Context) -> None:
+    """Close unused connections, until the manager is stopped or garbage."""
+    ctx.started()
+    while True:
+        await asyncio.sleep(every)
+        if (found := background()) is None:
+            return
+        found.sweep()
+        del found
 
 
 def _secrets(managed: Managed) -> list[str]:

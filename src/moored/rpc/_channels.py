@@ -9,14 +9,14 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import all_of, awaited, in_thread
+from moored.kernel import all_of, awaited, run_callback
 
 from ._channel_pool import lanes_of
 from ._dial import ended_call, ready
 from ._errors import ConfigError
 from ._fork import inside
 
-__all__ = ["PROBE_TIMEOUT", "Channels"]
+__all__ = ["PROBE_TIMEOUT", "answers", "until_ready"]
 
 #: The timeout of a probe, in seconds.
 PROBE_TIMEOUT = 5.0
@@ -33,49 +33,45 @@ _SILENT = (
 )
 
 
-class Channels:
-    """Operations on channels.
+async def until_ready(kind: type, channel: Any) -> None:
+    """Wait until the channel, or each channel of a pool, is connected.
+
+    An object that is no gRPC channel and has no `channel_ready` counts as connected.
 
     :param kind: the kind of the manager's channels: `grpc.Channel` or `grpc.aio.Channel`.
-    :param probe: checks whether the server answers; by default with `grpc.health.v1`.
     """
+    await all_of(*(_until_ready(kind, lane) for lane in lanes_of(channel)))
 
-    def __init__(self, kind: type, probe: Callable[[Any], Any] | None) -> None:
-        self._kind = kind
-        self._probe = probe
 
-    async def ready(self, channel: Any) -> None:
-        """Wait until the channel, or each channel of a pool, is connected.
+async def _until_ready(kind: type, channel: Any) -> None:
+    threads = kind is grpc.Channel
+    if channel is None or isinstance(channel, grpc.aio.Channel if threads else grpc.Channel):
+        raise ConfigError(
+            f"handler_factory or the strategy must return a {'grpc' if threads else 'grpc.aio'}"
+            ".Channel for this manager, "
+            f"not {'None' if channel is None else 'a channel for the other kind of manager'}"
+        )
+    if isinstance(channel, kind):
+        await ready(channel)
+    elif (wait := getattr(channel, "channel_ready", None)) is not None:
+        await wait()
 
-        An object that is no gRPC channel and has no `channel_ready` counts as connected.
-        """
-        await all_of(*(self._ready(lane) for lane in lanes_of(channel)))
 
-    async def _ready(self, channel: Any) -> None:
-        threads = self._kind is grpc.Channel
-        if channel is None or isinstance(channel, grpc.aio.Channel if threads else grpc.Channel):
-            raise ConfigError(
-                f"handler_factory or the strategy must return a {'grpc' if threads else 'grpc.aio'}"
-                ".Channel for this manager, "
-                f"not {'None' if channel is None else 'a channel for the other kind of manager'}"
-            )
-        if isinstance(channel, self._kind):
-            await ready(channel)
-        elif (wait := getattr(channel, "channel_ready", None)) is not None:
-            await wait()
+async def answers(kind: type, channel: Any, probe: Callable[[Any], Any] | None) -> bool:
+    """Whether the server answers over the channel, or over each channel of a pool.
 
-    async def probe(self, channel: Any) -> bool:
-        """Whether the server answers over the channel, or over each channel of a pool."""
-        return all(await all_of(*(self._answers(lane) for lane in lanes_of(channel))))
+    :param probe: checks one channel, plain or async; by default with `grpc.health.v1`.
+    """
+    return all(await all_of(*(_answers(kind, lane, probe) for lane in lanes_of(channel))))
 
-    async def _answers(self, channel: Any) -> bool:
-        if self._probe is None:
-            return await _is_serving(channel)
-        if self._kind is grpc.aio.Channel:
-            return bool(await awaited(self._probe(channel)))
-        # A blocking call has a thread of its own.
-        call = partial(_inside, self._probe, channel)
-        return bool(await in_thread(call, name="moored-rpc-probe"))
+
+async def _answers(kind: type, channel: Any, probe: Callable[[Any], Any] | None) -> bool:
+    if probe is None:
+        return await _is_serving(channel)
+    if kind is grpc.aio.Channel:
+        return bool(await awaited(probe(channel)))
+    # A blocking call has a thread of its own.
+    return bool(await run_callback(partial(_inside, probe, channel), name="moored-rpc-probe"))
 
 
 def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:

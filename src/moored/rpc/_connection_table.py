@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
-from ._counters import Counters, Ledger
+from ._counters import Counters, total_of
 from ._managed import ManagedConnection
 
 __all__ = ["ConnectionTable"]
@@ -16,12 +16,12 @@ Managed = ManagedConnection[Any]
 
 
 class ConnectionTable:
-    """The connections of a manager; the caller holds the manager's lock."""
+    """The connections of a manager; changed on its loop only."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Managed] = {}
-        #: The counters, by configured address.
-        self.ledger = Ledger()
+        #: The counters of each configured address; they outlive its connections.
+        self.counters: dict[str, Counters] = {}
         #: Handlers whose connection was closed because it had no clients, by key. They are held
         #: weakly: a client that still references one reopens its connection with a call.
         self.asleep: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
@@ -34,7 +34,7 @@ class ConnectionTable:
 
     def counters_of(self, address: str) -> Counters:
         """Return the counters of an address."""
-        return self.ledger.of(address, lambda: {each.config.address for each in self})
+        return self.counters.setdefault(address, Counters())
 
     def add(self, managed: Managed) -> None:
         """Add a connection; its handler is no longer asleep."""
@@ -54,7 +54,7 @@ class ConnectionTable:
         Return False if a call has begun meanwhile.
         """
         handler = managed.handler
-        if (closing := handler._detach(managed.generation)) is None:
+        if (closing := handler._detach(managed.core.generations)) is None:
             return False
         self.remove(managed)
         managed.handler = closing
@@ -96,7 +96,7 @@ class ConnectionTable:
             "shared_connections": len(lines) - dedicated,
             "dedicated_connections": dedicated,
             "connections": lines,
-            "counters": self.ledger.total().as_dict(),
+            "counters": total_of(self.counters.values()).as_dict(),
         }
 
     def __iter__(self) -> Iterator[Managed]:

@@ -25,9 +25,10 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from moored.kernel import Backoff, Chart, Machine
+from moored.kernel import Backoff, Chart, Generation, Machine
 
 from ._counters import Counters
+from ._verdicts import Verdict
 
 __all__ = ["CHART", "ConnectionCore", "ShellAct", "ShellAction"]
 
@@ -109,7 +110,8 @@ class ConnectionCore:
     ) -> None:
         self.machine = machine
         self.counters = counters or Counters()
-        self.generation = 0
+        #: Numbers the channels; an error of an older one is ignored.
+        self.generations = Generation()
         #: The number of waiting callers.
         self.waiting = 0
         self.last_error: BaseException | None = None
@@ -178,11 +180,16 @@ class ConnectionCore:
             return self.close("no caller waits for it any longer")
         return []
 
-    def inherited(self, generation: int, cause: str = "this process was forked") -> None:
-        """Start without a channel, after this generation; the first waiter starts an attempt."""
-        self.generation = generation
+    def inherited(self, generations: Generation, cause: str) -> None:
+        """Continue after these generations, without a channel, until a caller waits."""
+        self.generations = generations
         self.machine.move("connecting/waiting", cause=cause)
         self._due_at = float("inf")
+
+    @property
+    def generation(self) -> int:
+        """The number of the current channel; 0 before the first."""
+        return self.generations.current
 
     @property
     def usable(self) -> bool:
@@ -202,7 +209,7 @@ class ConnectionCore:
 
     def probed(self, generation: int, healthy: bool, now: float) -> Actions:
         """The probe of a generation has ended."""
-        if generation != self.generation or self.machine.step != "probing":
+        if not self.generations.is_current(generation) or self.machine.step != "probing":
             return []
         if not healthy:
             self.counters.probes_unhealthy += 1
@@ -221,7 +228,7 @@ class ConnectionCore:
             server's own answer. gRPC ends the calls of a lost connection a few milliseconds before
             it reports the loss, so the connection is checked again before it is replaced.
         """
-        if generation != self.generation or self.machine.phase != "ready":
+        if not self.generations.is_current(generation) or self.machine.phase != "ready":
             self.counters.stale_errors += generation < self.generation
             return []
         if not connected:
@@ -261,7 +268,7 @@ class ConnectionCore:
         """The attempt has succeeded: its channel is connected."""
         if not self._is_current(attempt):
             return [ShellAction(ShellAct.DISCARD, attempt)]
-        self.generation += 1
+        self.generations.next()
         self.counters.connects += 1
         self.counters.renewals += self.machine.step == "renewing"
         self._since = now
@@ -276,8 +283,17 @@ class ConnectionCore:
         self.machine.move("ready/serving", cause="the strategy keeps the connection")
         return self._arrived([])
 
-    def failed(self, attempt: int, error: BaseException, now: float) -> Actions:
-        """The attempt has failed."""
+    def failed(
+        self, attempt: int, error: BaseException, now: float, verdict: Verdict = Verdict.RETRY
+    ) -> Actions:
+        """The attempt has failed; the verdict tells whether others may succeed.
+
+        MISTAKE: all waiting callers fail. A connection that never had a channel is closed;
+        otherwise a new caller starts another attempt, and without callers attempts are rare.
+
+        REFUSED: all waiting callers fail, and so do new ones before the next attempt. Attempts are
+        rare from now on, also while callers wait.
+        """
         if not self._is_current(attempt):
             return []
         self.last_error = error
@@ -285,41 +301,17 @@ class ConnectionCore:
         if self.machine.step == "renewing":
             self.machine.move("ready/serving", cause=error)
             return []
-        return self._wait(error, now)
-
-    def failed_for_good(self, attempt: int, error: BaseException, now: float) -> Actions:
-        """The attempt has failed, and so will others until the program or its options are fixed.
-
-        All waiting callers fail. A connection that never had a channel is closed; otherwise a new
-        caller starts another attempt, and without callers attempts are rare.
-        """
-        if not self._is_current(attempt):
-            return []
-        if self.machine.step == "renewing":
-            return self.failed(attempt, error, now)
-        if self.generation:
-            return self._fail_waiters(error, now)
-        self.last_error = error
-        self.counters.connect_failures += 1
-        actions = self.close(error)
-        self.verdict = error
-        return actions
-
-    def refused(self, attempt: int, error: BaseException, now: float) -> Actions:
-        """The attempt was refused: attempts are rare from now on, also while callers wait.
-
-        All waiting callers fail, and so do new ones before the next attempt.
-        """
-        if not self._is_current(attempt):
-            return []
-        if self.machine.step == "renewing":
-            return self.failed(attempt, error, now)
-        self._held = True
+        if verdict is Verdict.RETRY:
+            return self._wait(error, now)
+        if verdict is Verdict.MISTAKE and not self.generation:
+            actions = self.close(error)
+            self.verdict = error
+            return actions
+        self._held = verdict is Verdict.REFUSED
         return self._fail_waiters(error, now)
 
     def _fail_waiters(self, error: BaseException, now: float) -> Actions:
-        self.last_error = self.verdict = error
-        self.counters.connect_failures += 1
+        self.verdict = error
         self.machine.move(f"{self.machine.phase}/waiting", cause=error)
         delay = self._patient.fail()
         self._due_at = now + delay

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 
-__all__ = ["Counters", "Ledger"]
-
-#: The number of addresses with counters of their own. Beyond it, the counters of addresses without
-#: a connection are added up under `OTHERS`.
-MAX_ADDRESSES = 1000
-OTHERS = "others"
+__all__ = ["Counters", "total_of"]
 
 
 def _count(text: str) -> int:
@@ -49,34 +43,9 @@ class Counters:
         return asdict(self)
 
 
-class Ledger:
-    """The counters of a manager, by address; the caller holds the manager's lock."""
-
-    def __init__(self) -> None:
-        self._by_address: OrderedDict[str, Counters] = OrderedDict()
-
-    def of(self, address: str, connected: Callable[[], Container[str]]) -> Counters:
-        """Return the counters of an address; `connected` returns the addresses to keep."""
-        if (found := self._by_address.get(address)) is None:
-            if len(self._by_address) >= MAX_ADDRESSES:
-                self._forget(connected())
-            found = self._by_address[address] = Counters()
-        return found
-
-    def _forget(self, connected: Container[str]) -> None:
-        for address in self._by_address:
-            if address != OTHERS and address not in connected:
-                gone = self._by_address.pop(address)
-                self._by_address.setdefault(OTHERS, Counters()).add(gone)
-                return
-
-    def total(self) -> Counters:
-        """Return the sum over all addresses."""
-        total = Counters()
-        for _, each in self:
-            total.add(each)
-        return total
-
-    def __iter__(self) -> Iterator[tuple[str, Counters]]:
-        # Copying is one step of the interpreter: another thread may add an address meanwhile.
-        return iter(list(self._by_address.items()))
+def total_of(counters: Iterable[Counters]) -> Counters:
+    """Return the sum of counters."""
+    total = Counters()
+    for each in counters:
+        total.add(each)
+    return total

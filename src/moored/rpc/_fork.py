@@ -3,7 +3,8 @@
 gRPC has threads of its own, and a fork copies none of them: a child that is forked while one of
 them works may wait forever for its result. So no thread is inside gRPC during a fork: new calls are
 delayed, calls in flight are awaited, and so is background work; a connect or a probe is interrupted
-and made again after the fork. The parent then continues; the child starts without connections.
+and made again after the fork. The loop thread stops between two steps, so that no change is half
+made. The parent then continues; the child starts without connections.
 
 If a call (a stream, for instance) does not end within 0.2 s in total, gRPC may hang in the child:
 managers refuse every call there. The same holds if a `grpc.aio` channel is open, because a thread
@@ -13,13 +14,14 @@ of gRPC polls for its events all the time.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import Any, Protocol
 
-from moored.kernel import at_fork
+from moored.kernel import LoopThread, at_fork
 
 from ._channel_pool import lanes_of
 from ._clients import Clients
@@ -33,13 +35,15 @@ __all__ = [
     "is_busy",
     "is_watched",
     "keep",
+    "must_not_wait",
     "refuse_broken",
     "register",
+    "register_manager",
 ]
 
 #: Seconds that a fork waits for calls in flight; new calls and the forking thread wait meanwhile.
 PATIENCE = 0.2
-#: Seconds that a fork waits for locks at least; they are never held for long.
+#: Seconds that a fork waits for the loop thread at least; its steps are short.
 MOMENT = 0.02
 #: Further seconds for gRPC's threads that watch a channel with connectivity callbacks: they wake up
 #: every 0.2 s.
@@ -62,14 +66,13 @@ _DISABLED = (
 _disabled = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in ("0", "false", "no", "off")
 
 
-class Forks(Protocol):
-    """A manager that is notified of forks."""
+class ForkHandler(Protocol):
+    """What a fork does with a handler for threads."""
 
-    def _shut_gates(self) -> None: ...
-    def _before_fork(self, patience: float) -> bool: ...
-    def _lock_for_fork(self, patience: float) -> bool: ...
-    def _after_fork_in_parent(self) -> None: ...
-    def _after_fork_in_child(self) -> None: ...
+    def shut_gate(self) -> None: ...
+    def drain(self, timeout: float) -> bool: ...
+    def resume(self) -> None: ...
+    def reset(self) -> None: ...
 
 
 class GrpcVisit:
@@ -141,20 +144,29 @@ class _Gate:
 
 
 _gate = _Gate()
-_known: Clients[Forks] = Clients()
+#: All handlers for threads, also closed ones, whose calls may still be in flight.
+_handlers: Clients[ForkHandler] = Clients()
+_managers: Clients[Any] = Clients()
 #: Makes threads fork one after the other.
 _forking = threading.Lock()
 #: gRPC objects that a child has inherited: neither using nor freeing them is safe there.
 _inherited: list[object] = []
 #: Why gRPC was not quiet at the last fork, for the child to read.
 _noise: str | None = None
+#: The pause of the loop thread during the current fork.
+_pause: _LoopPause | None = None
 #: Why gRPC may hang in this process.
 _broken: str | None = None
 
 
-def register(manager: Forks) -> None:
-    """Notify the manager of forks, as long as it lives."""
-    _known.add(manager)
+def register(handler: ForkHandler) -> None:
+    """Keep a handler out of gRPC during forks, as long as it lives."""
+    _handlers.add(handler)
+
+
+def register_manager(manager: Any) -> None:
+    """Call the manager's `_after_fork_in_child` in each child."""
+    _managers.add(manager)
 
 
 @contextmanager
@@ -189,30 +201,55 @@ def refuse_broken() -> None:
         raise ManagerClosed(_broken)
 
 
+def must_not_wait() -> bool:
+    """Whether waiting would block forever: on the loop thread, or during interpreter shutdown."""
+    return sys.is_finalizing() or LoopThread.shared().is_current
+
+
 def keep(thing: object) -> None:
     """Keep an inherited object for the life of a child process."""
     _inherited.append(thing)
 
 
+class _LoopPause:
+    """Stops the loop thread between two steps, while a fork is in progress."""
+
+    def __init__(self) -> None:
+        self._stopped, self._over = threading.Event(), threading.Event()
+        loop = LoopThread.shared()
+        #: Whether the loop thread may be in the middle of a step.
+        self._needed = loop.alive and not loop.is_current
+        if self._needed:
+            loop.submit(self._stop())
+
+    async def _stop(self) -> None:
+        self._stopped.set()
+        self._over.wait()
+
+    def reached(self, patience: float) -> bool:
+        """Wait until the loop thread has stopped; return whether it has."""
+        return not self._needed or self._stopped.wait(patience)
+
+    def end(self) -> None:
+        self._over.set()
+
+
 def _before() -> None:
-    global _noise
+    global _noise, _pause
     _forking.acquire()
     ends = monotonic() + PATIENCE
-    for manager in _known:  # all first, so that their calls end at the same time
-        manager._shut_gates()
-    _drain(ends)
-    gone = _gate.shut(max(0.0, ends - monotonic()))
-    # Again: a connection may have been made meanwhile; from here on none can be.
-    quiet = _drain(ends) and gone
-    _noise = None if quiet else _CALLS
+    for handler in _handlers:  # all first, so that their calls end at the same time
+        handler.shut_gate()
+    # The loop thread first: from then on, no connection is made.
+    _pause = _LoopPause() if len(_handlers) else None
+    stopped = _pause is None or _pause.reached(PATIENCE)
+    quiet = _drain(ends)
+    gone = _gate.shut(max(MOMENT, ends - monotonic()))
+    _noise = None if stopped and quiet and gone else _CALLS
     if _disabled:
         _noise = _DISABLED
     elif _polled():
         _noise = _ASYNCIO
-    ends = max(ends, monotonic() + MOMENT)
-    for manager in _known:
-        if not manager._lock_for_fork(max(0.0, ends - monotonic())):
-            _noise = _noise or _CALLS
 
 
 def _polled() -> bool:
@@ -222,15 +259,17 @@ def _polled() -> bool:
 
 def _drain(ends: float) -> bool:
     quiet = True
-    for manager in _known:
-        quiet = manager._before_fork(ends - monotonic()) and quiet
+    for handler in _handlers:
+        quiet = handler.drain(ends - monotonic()) and quiet
     return quiet
 
 
 def _in_parent() -> None:
     _gate.open()
-    for manager in _known:
-        manager._after_fork_in_parent()
+    if _pause is not None:
+        _pause.end()
+    for handler in _handlers:
+        handler.resume()
     _forking.release()
 
 
@@ -239,7 +278,9 @@ def _in_child() -> None:
     _gate, _forking = _Gate(), threading.Lock()
     if _noise is not None and _broken is None:
         _broken = f"process {os.getpid()} was forked while {_noise}"
-    for manager in _known:
+    for handler in _handlers:
+        handler.reset()
+    for manager in _managers:
         manager._after_fork_in_child()
 
 

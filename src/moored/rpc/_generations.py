@@ -21,6 +21,8 @@ from typing import Any, NoReturn, Self
 
 import grpc  # type: ignore[import-untyped]
 
+from moored.kernel import Generation
+
 from ._dial import CredentialProvider
 from ._errors import ManagerClosed, closed, uncopied
 from ._fork import keep
@@ -79,8 +81,10 @@ class Generations:
         self._verdict: BaseException | None = None
         self._sent = Sent()
         self._closed = False
-        #: The last generation before the connection was closed as unused; None while awake.
-        self._asleep: int | None = None
+        #: Whether the only client of a dedicated connection has released it.
+        self._released = False
+        #: The generations of a connection that was closed as unused; None while awake.
+        self._asleep: Generation | None = None
         #: The key of a dedicated connection while the handler is asleep.
         self._own_key: str | None = None
         # Callbacks of the manager: for a call that was not sent, and to refresh the credentials.
@@ -188,7 +192,7 @@ class Generations:
             self._notify()
         self._fail_pending(verdict)
 
-    def _detach(self, generation: int) -> Self | None:
+    def _detach(self, generations: Generation) -> Self | None:
         """Fall asleep; return a handler with the open channel, or None if calls are in flight."""
         closing = self._closing_handler()
         closing._sent = self._sent
@@ -200,7 +204,7 @@ class Generations:
                     return None
                 self._follow(live, None)
                 closing._live = live
-            self._asleep = generation
+            self._asleep = generations
             self._notify()
         return closing
 
@@ -244,7 +248,7 @@ class Generations:
         :param verdicts: the value of `_verdicts` when the call began to wait.
         :param own: whether the deadline is the call's own timeout.
         """
-        if self._closed:
+        if self._closed or self._released:
             return self._closed_error()
         if verdicts != self._verdicts and self._verdict is not None:
             error = self._unsent_error(*cannot_connect(self._address, self._verdict))

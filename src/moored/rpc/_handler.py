@@ -28,7 +28,7 @@ from moored.kernel import LoopThread, start_thread
 
 from ._channel_pool import Connectivity
 from ._errors import ConfigError
-from ._fork import WATCHED, inside, is_busy, refuse_broken
+from ._fork import WATCHED, inside, is_busy, must_not_wait, refuse_broken, register
 from ._generations import Generations, nothing
 from ._grpc_internals import cut
 from ._live_channel import LiveChannel
@@ -90,13 +90,14 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         # Reentrant: the garbage collector may end a call anywhere.
         self._lock = self._changed = threading.Condition(threading.RLock())
         self._later = later
-        # Whether this thread must not wait: it holds a lock that a new connection needs.
-        self._forbids_waiting: Callable[[], bool] | None = None
+        #: Waits until the manager has seen the failed calls of this thread; set by it.
+        self._settle: Callable[[], object] = nothing
         self._gated = False
         self._subscribers: list[Connectivity] = []
         #: Futures and streams without a generation yet.
         self._pending: list[PendingCall] = []
         super().__init__(live, **options)
+        register(self)
 
     # -- for users -----------------------------------------------------------------------------
 
@@ -207,7 +208,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         """Count a new call over the current generation; return None if there is none."""
         self._used_at = self._now()
         live = self._live
-        if live is not None:
+        if live is not None and not self._released:
             live.calls.append(None)
             if self._live is live:
                 return live
@@ -218,7 +219,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         began = monotonic()
         deadline = began + (self._wait_limit if timeout is None else timeout)
         verdicts = self._verdicts
-        if self._must_not_wait():
+        if must_not_wait():
             raise CallUnsent(*from_finalizer(self._address))
         refuse_broken()  # first: otherwise the manager would open a connection for the call
         self._waiting(+1)
@@ -233,12 +234,9 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         finally:
             self._waiting(-1)
 
-    def _must_not_wait(self) -> bool:
-        return self._forbids_waiting is not None and self._forbids_waiting()
-
     def _next(self, began: float, deadline: float, own: bool, verdicts: int) -> LiveChannel:
         with self._changed:
-            while (live := self._live) is None:
+            while (live := self._live) is None or self._released:
                 now = monotonic()
                 if (error := self._unsent_reason(verdicts, began, deadline, now, own)) is not None:
                     raise error
@@ -255,7 +253,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
 
     def _await_credentials(self, timeout: float | None) -> bool:
         """Wait for a refresh in progress; return whether a refused call may be retried."""
-        if self._must_not_wait():
+        if must_not_wait():
             return False
         with self._changed:
             if (refusals := self._refusals) is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -42,12 +41,8 @@ class ManagedConnection(Generic[H]):
     #: The clients that were named with `client=`, held weakly.
     clients: Clients[object] = field(default_factory=Clients)
     #: The number of unnamed clients. A surplus `release()` by one of them is counted for another
-    #: one, whose next call then reopens the connection: see `detach`.
+    #: one, whose next call then reopens the connection: see `ConnectionTable.detach`.
     anonymous: int = 0
-    #: Puts the handler to sleep before a connection that seems unused is closed: a call over it
-    #: opens a connection again. Returns False if calls have begun. Set by the manager, and called
-    #: under its lock.
-    detach: Callable[[], bool] = lambda: True
     #: Since when it has no clients.
     unused_since: float | None = None
     waiters: list[asyncio.Future[None]] = field(default_factory=list)
@@ -84,7 +79,9 @@ class ManagedConnection(Generic[H]):
     def hand_out(self, client: object | None, now: float) -> bool:
         """Hand the connection out, if it is connected and was used recently; return whether.
 
-        Nearly every checkout takes this path, so it is written out, with each lookup made once.
+        Nearly every checkout takes this path, so it is written out, with each lookup made once. Any
+        thread may call it, without a lock: if the connection is closed meanwhile, a call over the
+        handler opens it again; and with a GIL, which gRPC needs, an increment is one step.
         """
         core = self.core
         if core.machine.state not in _USABLE:
@@ -119,6 +116,11 @@ class ManagedConnection(Generic[H]):
             self.clients.discard(client)
         elif self.anonymous:
             self.anonymous -= 1
+
+    def is_last(self, client: object | None) -> bool:
+        """Whether the connection is dedicated, and is closed when this client releases it."""
+        others = [each for each in self.clients if each is not client]
+        return self.dedicated and not others and self.anonymous <= (client is None)
 
     @property
     def has_no_clients(self) -> bool:

@@ -1,42 +1,52 @@
 """The manager for threads: one shared connection for each endpoint and identity.
 
-Its lock is never held for long: slow work runs on the private loop thread, or in the caller without
-the lock.
+It is a façade: the work is async and runs on the private loop thread, which alone changes the state
+of the manager. Only a checkout of a connection that was used recently is made in the caller's
+thread; it takes no lock.
 
 Clients may release their channel, and make calls, in `__del__`, which the garbage collector may
-call anywhere: so state is changed through `ManagerChanges`.
+call anywhere, also while a lock is held or on the loop thread in the middle of a change. So a
+release and the report of a call are only posted to the loop thread, in a queue without a lock.
+During interpreter shutdown nothing is posted: the connections end with the process.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from time import monotonic
 from typing import Any, ClassVar, Self
 
 import grpc  # type: ignore[import-untyped]
 
-from moored.kernel import Clock, LoopThread
+from moored.kernel import Clock, DeadlineExceeded, LoopThread
 
 from . import _fork
-from ._changes import ManagerChanges, Work
-from ._clients import Clients, refuse_unreferable
+from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._errors import ConfigError, ManagerClosed, no_config
+from ._fork import must_not_wait
 from ._handler import Handler
 from ._managed import ManagedConnection
 from ._manager_base import ManagerBase
-from ._manager_options import ManagerOptions, refused
+from ._manager_options import ManagerOptions
+from ._secrets import trace
 from ._strategies import GlobalStrategy, RegularStrategy
 
 __all__ = ["ConnectionManager"]
+
+log = logging.getLogger("moored.rpc")
 
 Managed = ManagedConnection[Handler]
 
 #: Seconds that `close` waits for connections to close.
 CLOSE_TIMEOUT = 30.0
+#: Seconds that a failed call waits until the loop thread has seen its error.
+PATIENCE = 1.0
 
 
 class ConnectionManager(ManagerBase[Handler]):
@@ -49,23 +59,16 @@ class ConnectionManager(ManagerBase[Handler]):
     _handler_type, _channel_type = Handler, grpc.Channel
     _regular, _moving = RegularStrategy, GlobalStrategy
 
-    _lock: threading.RLock
     _instance: ClassVar[Any] = None
     _making: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, **options: Any) -> None:
         policy = ManagerOptions.of(options)
         super().__init__(policy, policy.clock or Clock.system())
-        # Also the closed ones, whose calls may still be in flight.
-        self._handlers: Clients[Handler] = Clients()
-        self._begin()
-        _fork.register(self)
-
-    def _begin(self) -> None:
-        self._lock = threading.RLock()
-        self._held = False
-        self._changes = ManagerChanges(self._lock, self._carry_out)
-        self._background = self._new_background()
+        #: Changes that the loop thread is to make, and whether it was told so.
+        self._posted: deque[Callable[[], object]] = deque()
+        self._scheduled = False
+        _fork.register_manager(self)
 
     @classmethod
     def get_instance(cls) -> Self:
@@ -99,22 +102,18 @@ class ConnectionManager(ManagerBase[Handler]):
         if not dedicated:
             # The common case first: a connection that exists and was used recently.
             found: Managed | None = self._table.entries.get(config.key)
-            if found is not None:
-                with self._lock:
-                    if found.hand_out(client, self._clock.monotonic()):
-                        return found.handler
+            if found is not None and found.hand_out(client, self._clock.monotonic()):
+                return found.handler
         if client is not None:
             refuse_unreferable(client)
-        if self._changes.under_way():
-            # Opening a connection would wait for the end of this change.
+        if sys.is_finalizing():
+            raise ManagerClosed("the interpreter is shutting down: no connection can be opened")
+        if must_not_wait():
             raise ConfigError(
                 "get_or_create was called again from a credentials or strategy factory of its own "
                 "manager, or from a finalizer: create the channel outside of it"
             )
-        if sys.is_finalizing():
-            raise ManagerClosed("the interpreter is shutting down: no connection can be opened")
         deadline = self._deadline(timeout, self._policy.connect_timeout)
-        self._changes.posted = True
         return LoopThread.shared().run(self._obtain(config, dedicated, client, timeout, deadline))
 
     def release(self, handler: Handler, client: object | None = None) -> None:
@@ -123,6 +122,10 @@ class ConnectionManager(ManagerBase[Handler]):
         It does not wait, so it may be called in `__del__`. A dedicated connection refuses new
         calls, and is closed when its calls in flight have ended.
         """
+        self._check(handler)
+        managed = self._table.of(handler)
+        if handler._own_key is not None or (managed is not None and managed.is_last(client)):
+            handler._released = True  # at once, for calls of this thread
         self._change(partial(self._give_back, handler, client))
 
     def handle_error(
@@ -144,42 +147,37 @@ class ConnectionManager(ManagerBase[Handler]):
         they are refreshed, once for all callers, and the connection is kept: the caller may retry
         unless the new credentials were refused as well.
         """
-        managed = self._known(handler, error)
-        if isinstance(managed, bool):
-            return managed
-        if _fork.is_broken():
+        if _fork.is_broken() or must_not_wait():
             return False
-        if managed.handler._refusals is not None and refused(error):
-            limit = managed.connect_timeout if timeout is None else timeout
-            return managed.handler._await_credentials(limit)
-        if not self._may_recover(managed, error, generation):
-            return False
-        if self._changes.must_not_wait():
-            return False  # a finalizer
-        with self._lock:
-            if managed.core.usable or managed.core.closed:
-                return not managed.core.closed
-        deadline = self._deadline(timeout, managed.connect_timeout)
-        return LoopThread.shared().run(self._recovered(managed, deadline))
+        return LoopThread.shared().run(self._handle(handler, error, timeout, generation))
+
+    def get_stats(self) -> dict[str, Any]:
+        """Return the number of connections, the state of each, and the counters."""
+        if not LoopThread.shared().alive or must_not_wait():
+            return super().get_stats()
+
+        async def read() -> dict[str, Any]:
+            return super(ConnectionManager, self).get_stats()
+
+        return LoopThread.shared().run(read())
 
     def close_all(self) -> None:
         """Close all connections when their calls have ended, and wait for that.
 
-        It does not wait when a finalizer calls it during a change of the manager, or during
-        interpreter shutdown.
+        It does not wait when a finalizer calls it on the loop thread, or during interpreter
+        shutdown.
         """
-        self._change(self._end_all)
-        if sys.is_finalizing():
-            return
-        if self._changes.posted and not self._changes.under_way():
-            loop = LoopThread.shared()
-            if not loop.is_current:
-                loop.run(self._background.all_closed(), CLOSE_TIMEOUT)
+        if self._posted or len(self._table) or self._table.asleep or LoopThread.shared().alive:
+            self._change(self._end_all)
+            if not must_not_wait():
+                LoopThread.shared().run(self._background.all_closed(), CLOSE_TIMEOUT)
 
     def close(self) -> None:
         """Close all connections, and refuse new ones."""
         self._closed = True  # first: a connection that is opened meanwhile is closed below
         self.close_all()
+        if not must_not_wait() and LoopThread.shared().alive:
+            LoopThread.shared().run(self._background.stop())
 
     def __enter__(self) -> Self:
         return self
@@ -187,75 +185,71 @@ class ConnectionManager(ManagerBase[Handler]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _change(self, change: Callable[[], Work]) -> None:
-        self._changes.make(change)
+    # -- on the loop thread --------------------------------------------------------------------
 
-    # -- connections, under the lock -----------------------------------------------------------
+    def _change(self, change: Callable[[], object]) -> None:
+        self._posted.append(change)
+        if not self._scheduled and not sys.is_finalizing():
+            self._schedule()
+
+    def _schedule(self) -> None:
+        self._scheduled = True
+        try:
+            LoopThread.shared().submit(self._make_changes())
+        except BaseException:
+            self._scheduled = False
+            raise
+
+    async def _make_changes(self) -> None:
+        while self._posted:
+            change = self._posted.popleft()
+            try:
+                change()
+            except Exception as error:
+                log.error("a change of the manager failed\n%s", trace(error, ()))
+        self._scheduled = False
+        if self._posted:  # meanwhile, by a thread that has read True
+            self._schedule()
+
+    def _settle(self) -> None:
+        """Wait until the changes that this thread has posted are made, but not for long."""
+        if self._scheduled and not must_not_wait():
+            with suppress(DeadlineExceeded):
+                LoopThread.shared().run(_nothing(), PATIENCE)
 
     def _new_handler(self, config: ConnectionConfig) -> Handler:
         handler = super()._new_handler(config)
-        handler._forbids_waiting = lambda: self._changes.must_not_wait()
-        self._handlers.add(handler)
+        handler._settle = self._settle
         return handler
 
-    def _detach(self, managed: Managed) -> bool:
-        if not super()._detach(managed):
-            return False
-        self._handlers.add(managed.handler)
-        return True
-
-    # -- around a fork -------------------------------------------------------------------------
-
-    def _shut_gates(self) -> None:
-        for handler in self._handlers:
-            handler.shut_gate()
-
-    def _before_fork(self, patience: float) -> bool:
-        """Wait until no call is in flight; return whether none is."""
-        ends, quiet = monotonic() + patience, True
-        for handler in self._handlers:
-            quiet = handler.drain(ends - monotonic()) and quiet
-        return quiet
-
-    def _lock_for_fork(self, patience: float) -> bool:
-        """Acquire the lock, so that no change is half-done; return whether it was acquired."""
-        self._held = self._lock.acquire(timeout=patience)
-        return self._held
-
-    def _after_fork_in_parent(self) -> None:
-        if self._held:
-            self._held = False
-            self._lock.release()
-        for handler in self._handlers:
-            handler.resume()
+    # -- after a fork --------------------------------------------------------------------------
 
     def _after_fork_in_child(self) -> None:
         """Drop all channels, which belong to the parent: the next call connects anew."""
-        lock, held, background = self._lock, self._held, self._background
-        self._begin()
-        _fork.keep(background)
+        self._posted.clear()  # by threads of the parent
+        self._scheduled = True  # a finalizer may post a change: it is made when this is done
+        _fork.keep(self._background)
+        self._background = self._new_background()
         # A thread of the parent may have held it.
         ConnectionManager._making = threading.RLock()
-        for handler in self._handlers:
-            handler.reset()
-        if held:
-            # A finalizer may have posted a change to this process's loop thread: it waits here.
-            lock.release()
         for managed in self._table:
             self._inherit(managed)
+        self._scheduled = False
+        if self._posted:
+            self._schedule()
 
     def _inherit(self, managed: Managed) -> None:
-        generation, over = managed.generation, managed.core.closed
+        generations = managed.core.generations
         managed.waiters = []
         managed.dial = None
-        if over:
-            self._table.remove(managed)
-            managed.handler._shut(0.0)
-            return
         managed.core = self._policy.core(
             managed.config, self._clock, self.recorder, managed.core.counters
         )
-        managed.core.inherited(generation)
+        managed.core.inherited(generations, "this process was forked")
         # A strategy that follows a topology has a task on a loop of the parent.
         _fork.keep(managed.strategy)
         self._give_strategy(managed)
+
+
+async def _nothing() -> None:
+    """Run after the changes that were posted before."""

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import Clock
 
-from ._changes import Work
 from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
 from ._errors import ChannelError, no_config
@@ -21,7 +18,7 @@ from ._fork import refuse_broken
 from ._handler_async import AsyncHandler
 from ._managed import ManagedConnection
 from ._manager_base import ManagerBase
-from ._manager_options import ManagerOptions, refused
+from ._manager_options import ManagerOptions
 from ._strategies import AsyncGlobalStrategy, AsyncRegularStrategy
 
 __all__ = ["AsyncConnectionManager"]
@@ -46,8 +43,6 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         policy = ManagerOptions.of(options)
         super().__init__(policy, policy.clock or Clock.current())
         self._loop = weakref.ref(asyncio.get_running_loop())
-        self._lock = contextlib.nullcontext()
-        self._background = self._new_background()
 
     @classmethod
     def get_instance(cls) -> Self:
@@ -95,8 +90,9 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
 
     async def release(self, handler: AsyncHandler, client: object | None = None) -> None:
         """Return a channel; its other clients are not affected."""
+        self._check(handler)
         managed = self._table.of(handler)
-        self._change(partial(self._give_back, handler, client))
+        self._give_back(handler, client)
         if managed is not None:
             await self._background.closed(managed)
 
@@ -119,25 +115,18 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         they are refreshed, once for all callers, and the connection is kept: the caller may retry
         unless the new credentials were refused as well.
         """
-        managed = self._known(handler, error)
-        if isinstance(managed, bool):
-            return managed
-        if managed.handler._refusals is not None and refused(error):
-            limit = managed.connect_timeout if timeout is None else timeout
-            return await managed.handler._await_credentials(limit)
-        if not self._may_recover(managed, error, generation):
-            return False
-        return await self._recovered(managed, self._deadline(timeout, managed.connect_timeout))
+        return await self._handle(handler, error, timeout, generation)
 
     async def close_all(self) -> None:
         """Close all connections when their calls have ended, and wait for that."""
-        self._change(self._end_all)
+        self._end_all()
         await self._background.drained()
 
     async def close(self) -> None:
         """Close all connections, and refuse new ones."""
         self._closed = True
         await self.close_all()
+        await self._background.stop()
 
     async def __aenter__(self) -> Self:
         return self
@@ -145,5 +134,5 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    def _change(self, change: Callable[[], Work]) -> None:
-        self._carry_out(change())
+    def _change(self, change: Callable[[], object]) -> None:
+        change()

@@ -40,11 +40,11 @@ class RpcCollector(SourceCollector[Source]):
     """Prometheus metrics of connection managers, summed by address. Managers are held weakly."""
 
     def families(self, sources: Sequence[Source]) -> Iterator[Metric]:
-        """Yield gauges of the connections and counters of the ledgers."""
+        """Yield gauges of the connections and counters of the addresses."""
         yield from _gauges(sources)
         totals: dict[str, Counters] = {}
         for manager in sources:
-            for address, counters in manager._table.ledger:
+            for address, counters in list(manager._table.counters.items()):
                 totals.setdefault(address, Counters()).add(counters)
         for name, text in _COUNTERS.items():
             samples = [((address,), getattr(total, name)) for address, total in totals.items()]

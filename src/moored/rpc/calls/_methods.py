@@ -62,6 +62,7 @@ class _ThreadMethod(_BoundMethod["Handler"]):
             return self._start(how, live, request, timeout, *rest)
         except grpc.RpcError as error:
             handler._report(error, live, credential)
+            handler._settle()  # the next call must not use a connection that this error ends
             raise
         finally:
             live.leave()
@@ -105,38 +106,6 @@ class _AnswerMethod(_ThreadMethod):
         return self._begin("future", *arguments(*given, **named))
 
 
-class _UnaryMethod(_AnswerMethod):
-    """A method with one request and one response."""
-
-    def __call__(
-        self,
-        request: Any,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        # Written out, because nearly every call is of this kind.
-        handler = self._handler
-        live, timeout = handler._enter(timeout)
-        credential = handler._credential
-        try:
-            return self._inner(live)(
-                request,
-                timeout,
-                handler._signed(metadata),
-                credentials,
-                wait_for_ready,
-                compression,
-            )
-        except grpc.RpcError as error:
-            handler._report(error, live, credential)
-            raise
-        finally:
-            live.leave()
-
-
 class _StreamMethod(_ThreadMethod):
     """A method with a stream of responses."""
 
@@ -144,7 +113,7 @@ class _StreamMethod(_ThreadMethod):
         return self._begin("__call__", *arguments(*given, **named))
 
 
-grpc.UnaryUnaryMultiCallable.register(_UnaryMethod)
+grpc.UnaryUnaryMultiCallable.register(_AnswerMethod)
 grpc.StreamUnaryMultiCallable.register(_AnswerMethod)
 grpc.UnaryStreamMultiCallable.register(_StreamMethod)
 grpc.StreamStreamMultiCallable.register(_StreamMethod)
@@ -153,7 +122,7 @@ grpc.StreamStreamMultiCallable.register(_StreamMethod)
 def thread_method(handler: Handler, kind: str, *given: Any, **named: Any) -> _ThreadMethod:
     """Return a method of a `Handler`."""
     made: type[_ThreadMethod] = _StreamMethod if KINDS[kind].streams else _AnswerMethod
-    return (_UnaryMethod if kind == "unary_unary" else made)(handler, kind, *given, **named)
+    return made(handler, kind, *given, **named)
 
 
 # -- for asyncio -----------------------------------------------------------------------------------
@@ -222,37 +191,10 @@ def _end_unstarted(call: Any) -> None:
         invocation.add_done_callback(lambda _: None if call.done() else call.cancel())
 
 
-class _AsyncUnaryMethod(_AsyncMethod):
-    def __call__(
-        self,
-        request: Any,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        credentials: Any = None,
-        wait_for_ready: bool | None = None,
-        compression: Any = None,
-    ) -> Any:
-        # The common case first: the generation is the same as for the last call.
-        handler = self._handler
-        live = self._bound[0]
-        if handler._live is not live or live is None or handler._deferred:
-            rest = (credentials, wait_for_ready, compression)
-            return super().__call__(request, timeout, metadata, *rest)
-        handler._used_at = handler._now()
-        if handler._credentials is not None:
-            metadata = handler._signed(metadata)
-        return self._call(
-            live, request, timeout, metadata, credentials, wait_for_ready, compression
-        )
-
-
-grpc.aio.UnaryUnaryMultiCallable.register(_AsyncUnaryMethod)
-for _kind in ("UnaryStream", "StreamUnary", "StreamStream"):
+for _kind in ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"):
     getattr(grpc.aio, f"{_kind}MultiCallable").register(_AsyncMethod)
 
 
 def async_method(handler: AsyncHandler, kind: str, *given: Any, **named: Any) -> _AsyncMethod:
     """Return a method of an `AsyncHandler`."""
-    made = _AsyncUnaryMethod if kind == "unary_unary" else _AsyncMethod
-    return made(handler, kind, *given, **named)
+    return _AsyncMethod(handler, kind, *given, **named)

@@ -16,7 +16,7 @@ import grpc  # type: ignore[import-untyped]
 from moored.kernel import Clock, Deadline
 
 from .._errors import closed
-from .._fork import refuse_broken
+from .._fork import must_not_wait, refuse_broken
 from ._pending import CANCELLED
 from ._unsent import CallUnsent, cannot_connect, from_finalizer, unsent
 
@@ -34,7 +34,7 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
     refuse_broken()
     if handler._closed:
         raise closed(handler.address)
-    if handler._must_not_wait():
+    if must_not_wait():
         raise CallUnsent(*from_finalizer(handler.address))
     began, limit = monotonic(), handler._wait_limit if timeout is None else timeout
     verdicts = handler._verdicts

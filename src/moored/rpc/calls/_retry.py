@@ -25,6 +25,7 @@ import grpc.aio  # type: ignore[import-untyped]
 from moored.kernel import Backoff, Clock, Deadline
 
 from .._errors import ConfigError
+from .._fork import must_not_wait
 from .._handler import Handler
 from .._handler_async import AsyncHandler
 from .._live_channel import LiveChannel
@@ -84,7 +85,7 @@ class _Attempts:
     def again(self, error: BaseException) -> bool:
         """Wait before the next try; return whether there is one."""
         handler = self.handler
-        if isinstance(handler, Handler) and handler._must_not_wait():
+        if isinstance(handler, Handler) and must_not_wait():
             return False  # in a finalizer, where waiting would block all other threads
         if isinstance(handler, Handler) and self._refused(error):
             return handler._await_credentials(self._deadline.timeout)
@@ -158,11 +159,9 @@ class _RetryPolicy:
             return named
         if named is not None:
             return named(*given)
-        for name in ("handler", "_handler"):
-            for owner in given[:1]:
-                if isinstance(owner, (Handler, AsyncHandler)):
-                    return owner
-                found = getattr(owner, name, None)
+        for owner in given[:1]:
+            names = ("handler", "_handler")
+            for found in (owner, *(getattr(owner, name, None) for name in names)):
                 if isinstance(found, (Handler, AsyncHandler)):
                     return found
         return None

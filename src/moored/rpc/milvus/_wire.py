@@ -15,7 +15,7 @@ from __future__ import annotations
 import base64
 import socket
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -280,25 +280,16 @@ def _without_call(error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
 # -- probes ----------------------------------------------------------------------------------------
 
 
-def milvus_probe(channel: Any) -> bool | Awaitable[bool]:
+async def milvus_probe(channel: Any) -> bool:
     """Request the version over a channel of either kind; return whether the server answers."""
     ask = channel.unary_unary(
         f"{_SERVICE}/GetVersion",
         request_serializer=milvus_pb2.GetVersionRequest.SerializeToString,
         response_deserializer=milvus_pb2.GetVersionResponse.FromString,
     )
-    if isinstance(channel, grpc.aio.Channel):
-        return _is_well_async(ask)
+    request = milvus_pb2.GetVersionRequest()
     try:
-        answer = ask(milvus_pb2.GetVersionRequest(), timeout=PROBE_TIMEOUT)
-    except grpc.RpcError as error:
-        return error.code() in _WELL
-    return bool(is_successful(answer.status))
-
-
-async def _is_well_async(ask: Any) -> bool:
-    try:
-        answer = await ask(milvus_pb2.GetVersionRequest(), timeout=PROBE_TIMEOUT)
+        answer = await (await ended_call(channel, ask, request, timeout=PROBE_TIMEOUT))
     except grpc.RpcError as error:
         return error.code() in _WELL
     return bool(is_successful(answer.status))

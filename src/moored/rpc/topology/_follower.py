@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias
 
-from moored.kernel import Clock, Recorder, describe, refuse
+from moored.kernel import Clock, Recorder, Tree, describe, refuse
 
 from .._config import ConnectionConfig
 from .._dial import CredentialProvider, TokenCredentials
@@ -133,12 +133,13 @@ class Follower(TopologyMixin):
     async def _locate(self, config: ConnectionConfig) -> ConnectionConfig:
         """Return the configuration for a new channel, with the address of the chosen member."""
         closings = self._closings
-        token = partial(_token, self.credentials, config)
+        own = self.credentials if isinstance(self.credentials, TokenCredentials) else None
+        token = (lambda: config.token) if own is None else partial(own.token_for, config)
         if self._source is None:
             self._source = config.topology_source(clock=self._clock, token=token)
             if self._source is None:
                 raise ConfigError(f"{config.shown} names no topology: give fetch_topology")
-            self._follows_token = _stands_for(self.credentials, config)
+            self._follows_token = own is not None and own.stands_for(config)
         self._name = f"rpc.{config.address}.topology"
         self._tokens = (token, lambda: config.token)
         if self.topology is None:
@@ -316,6 +317,10 @@ class Follower(TopologyMixin):
         if self._refresher is not None:
             self._refresher.stop()
 
+    def tree(self) -> Tree | None:
+        """Return the supervision tree of the refresher; None if there is none."""
+        return None if self._refresher is None else self._refresher.supervisor.tree()
+
     def _now(self) -> float:
         return (self._clock or Clock.current()).monotonic()
 
@@ -328,16 +333,6 @@ class Follower(TopologyMixin):
         state = "no topology yet" if known is None else f"version {known.version}"
         where = self.address or "no member"
         return f"<{type(self).__name__} to {self.role}: {state}, at {where}>"
-
-
-def _token(credentials: CredentialProvider | None, config: ConnectionConfig) -> str:
-    if isinstance(credentials, TokenCredentials):
-        return credentials.token_for(config)
-    return config.token
-
-
-def _stands_for(credentials: CredentialProvider | None, config: ConnectionConfig) -> bool:
-    return isinstance(credentials, TokenCredentials) and credentials.stands_for(config)
 
 
 def source_of(given: FetchTopology) -> TopologySource:

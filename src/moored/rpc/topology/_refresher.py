@@ -1,4 +1,4 @@
-"""Call a function regularly, and sooner when a caller triggers it."""
+"""Call a function regularly, and sooner when a caller triggers it, under a supervisor."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from moored.kernel import Clock, Recorder, start_task
+from moored.kernel import (
+    Child,
+    Clock,
+    Context,
+    Recorder,
+    RestartRequested,
+    Supervisor,
+    describe,
+    start_task,
+)
 
 __all__ = ["Refresher"]
 
@@ -18,7 +27,7 @@ JITTER = 0.1
 class Refresher:
     """Calls a function regularly on the running loop, until it is stopped.
 
-    - An exception of the function is recorded, and the next call is made as usual.
+    - A function that fails is recorded and counted as a restart; the next call is made as usual.
     - Triggers that come before the next refresh count as one.
     - `trigger` and `stop` may be called from any thread.
 
@@ -37,16 +46,23 @@ class Refresher:
         clock: Clock | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self.name = name
         self._refresh = refresh
         self._every = every
         self._pause = pause
         self._clock = clock or Clock.current()
-        self._recorder = recorder
         self._wake = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        #: The task that calls the function.
-        self.task = start_task(self._run(), name=name)
+        self._began_at = float("-inf")
+        #: Runs the function.
+        self.supervisor = Supervisor(
+            name,
+            children=[Child("refresh", self._run)],
+            intensity=None,  # a topology service may be down for days
+            recorder=recorder,
+            clock=clock,
+        )
+        #: The task of the supervisor.
+        self.task = start_task(self._supervise(), name=name)
 
     def trigger(self) -> None:
         """Refresh soon."""
@@ -60,19 +76,22 @@ class Refresher:
         with suppress(RuntimeError):  # the loop is closed, and the task has ended
             self._loop.call_soon_threadsafe(act)
 
-    async def _run(self) -> None:
-        began_at = float("-inf")
+    async def _supervise(self) -> None:
+        async with self.supervisor:
+            await self.supervisor.wait()
+
+    async def _run(self, ctx: Context) -> None:
+        ctx.started()
         while True:
             triggered = await self._wait()
-            if triggered and (rest := began_at + self._pause - self._clock.monotonic()) > 0:
+            if triggered and (rest := self._began_at + self._pause - self._clock.monotonic()) > 0:
                 await asyncio.sleep(rest)
             self._wake.clear()
-            began_at = self._clock.monotonic()
+            self._began_at = self._clock.monotonic()
             try:
                 await self._refresh()
             except Exception as error:
-                if self._recorder is not None:
-                    self._recorder.record(self.name, "refresh failed", kind="failure", cause=error)
+                raise RestartRequested(f"the refresh failed: {describe(error)}") from error
 
     async def _wait(self) -> bool:
         """Wait for the next refresh; return whether it was triggered."""
