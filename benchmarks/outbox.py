@@ -1,10 +1,10 @@
 """Does an outbox miss events when connections die, and what does publishing and reading cost?
 
-`stream_vs_notify_…` compares the two ways to wake consumers, where each flush of the WAL takes 2 ms
-as on a disk or with a synchronous standby: events per second that are published, each in a
-transaction of its own, and consumed. NOTIFY holds a lock of the whole server during the flush, so
-that commits follow one after the other; without it, they share a flush. `wake_ms_p50_…` is the time
-from before `publish()` to the consumer, with one publisher.
+`stream_vs_notify_…` compares the two ways to wake consumers (`ring_…`: without a table), where each
+flush of the WAL takes 2 ms, as on a disk or with a synchronous standby: events per second that are
+published, each in a transaction of its own, and consumed. NOTIFY holds a lock of the whole server
+during the flush, so that commits follow one after the other; without it, they share a flush.
+`wake_ms_p50_…` is the time from before `publish()` to the consumer, with one publisher.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Literal, get_args
 
 import psycopg
 
 from _harness import Figure, Report, main, paired, quartiles, spread
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Listener, OutboxEvent, Postgres
-from moored.postgres.outbox import Outbox, OutboxConsumer, Wake, ddl
+from moored.postgres.outbox import Outbox, Wake, ddl
 
 # The tests are not installed: import them from the checkout.
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -145,12 +146,16 @@ SLOW_FLUSH = {"fsync": "on", "commit_delay": "2000", "commit_siblings": "0"}
 LIMIT = 60.0
 
 
+#: How consumers learn of an event: `wake`, and for the last one, without a table.
+Side = Literal["notify", "stream", "ring"]
+
+
 @asynccontextmanager
-async def woken(url: str, wake: Wake) -> AsyncIterator[tuple[Outbox, OutboxConsumer]]:
-    """An outbox and a consumer that is woken by NOTIFY, or by the change stream."""
-    install(url, wake)
+async def woken(url: str, side: Side) -> AsyncIterator[tuple[Outbox, AsyncIterator[str]]]:
+    """An outbox, and the payloads that its consumer gets."""
+    install(url, "notify" if side == "notify" else "stream")
     async with AsyncExitStack() as stack:
-        if wake == "notify":
+        if side == "notify":
             listener = await stack.enter_async_context(Listener(url))
             outbox = Outbox(url, listener=listener)
         else:
@@ -159,26 +164,32 @@ async def woken(url: str, wake: Wake) -> AsyncIterator[tuple[Outbox, OutboxConsu
             await pg.open()
             stack.push_async_callback(pg.drop)
             await pg.wait_until_active(LIMIT)
-            outbox = Outbox(pg, wake="stream")
+            outbox = Outbox(pg, wake="stream", table=side == "stream")
         await stack.enter_async_context(outbox)
-        consumer = await stack.enter_async_context(outbox.consume("bench"))
+        payloads = await stack.enter_async_context(aclosing(consumed(outbox)))
         async with asyncio.timeout(LIMIT):
+            await anext(payloads)
             while not outbox.wakes.up:  # noqa: ASYNC110 - no event tells it
                 await asyncio.sleep(0.01)
-            yield outbox, consumer
+            yield outbox, payloads
 
 
-async def taken(consumer: OutboxConsumer, number: int) -> list[str]:
-    found = []
-    for _ in range(number):
-        event = await anext(consumer)
-        assert isinstance(event, OutboxEvent)
-        found.append(event.payload)
-        await event.ack()
-    return found
+async def consumed(outbox: Outbox) -> AsyncGenerator[str, None]:
+    """Yield the payloads of all events from now on, after an empty one."""
+    if not outbox.table:
+        async for batch in outbox.tail():
+            for payload in [event.payload for event in batch.events] or [""]:
+                yield payload
+        return
+    async with outbox.consume("bench") as consumer:
+        yield ""
+        async for event in consumer:
+            assert isinstance(event, OutboxEvent)
+            yield event.payload
+            await event.ack()
 
 
-def woken_rate(url: str, wake: Wake, writers: int, each: int) -> float:
+def woken_rate(url: str, side: Side, writers: int, each: int) -> float:
     """Return the events per second that writers publish, one at a time, and a consumer gets."""
 
     async def write(name: int, outbox: Outbox) -> None:
@@ -186,12 +197,15 @@ def woken_rate(url: str, wake: Wake, writers: int, each: int) -> float:
             for number in range(each):
                 await outbox.publish(conn, "orders", f"{name}/{number}")
 
+    async def take(payloads: AsyncIterator[str]) -> list[str]:
+        return [await anext(payloads) for _ in range(writers * each)]
+
     async def run() -> float:
-        async with woken(url, wake) as (outbox, consumer):
+        async with woken(url, side) as (outbox, payloads):
             begin = time.perf_counter()
-            reading = asyncio.create_task(taken(consumer, writers * each))
+            taking = asyncio.create_task(take(payloads))
             await asyncio.gather(*(write(name, outbox) for name in range(writers)))
-            found = await reading
+            found = await taking
             seconds = time.perf_counter() - begin
         if sorted(found) != sorted(f"{a}/{b}" for a in range(writers) for b in range(each)):
             raise AssertionError("events are missing, or came twice")
@@ -200,21 +214,21 @@ def woken_rate(url: str, wake: Wake, writers: int, each: int) -> float:
     return asyncio.run(run())
 
 
-def wake_latency(url: str, wake: Wake, number: int) -> Figure:
+def wake_latency(url: str, side: Side, number: int) -> Figure:
     """Return the milliseconds from before `publish()` until the consumer has the event."""
 
     async def run() -> list[float]:
         found = []
         async with (
-            woken(url, wake) as (outbox, consumer),
+            woken(url, side) as (outbox, payloads),
             await psycopg.AsyncConnection.connect(url, autocommit=True) as conn,
         ):
             for n in range(number):
-                waiting = asyncio.ensure_future(taken(consumer, 1))
+                waiting = asyncio.ensure_future(anext(payloads))
                 await asyncio.sleep(0.005)  # it waits for a wake-up
                 begin = time.perf_counter()
                 await outbox.publish(conn, "orders", str(n))
-                assert await waiting == [str(n)]
+                assert await waiting == str(n)
                 found.append((time.perf_counter() - begin) * 1000)
         return found
 
@@ -222,16 +236,22 @@ def wake_latency(url: str, wake: Wake, number: int) -> Figure:
 
 
 def wakes(report: Report, quick: bool) -> None:
-    """Compare NOTIFY and the change stream as the wake-up."""
+    """Compare NOTIFY and the change stream as the wake-up, and the stream without a table."""
     with SyncEmbeddedPostgres(options=SLOW_FLUSH) as server:
-        for writers, each in ((1, 40), (8, 20), (32, 15)):
-            stream = partial(woken_rate, server.url, "stream", writers, each)
+        sides: tuple[tuple[Side, int, int], ...] = (
+            ("stream", 1, 40),
+            ("stream", 8, 20),
+            ("stream", 32, 15),
+            ("ring", 32, 15),
+        )
+        for side, writers, each in sides:
+            ours = partial(woken_rate, server.url, side, writers, each)
             notify = partial(woken_rate, server.url, "notify", writers, each)
-            figure = paired(stream, notify, 2 if quick else 7)
-            report.add(f"stream_vs_notify_{writers}_writers", figure)
+            figure = paired(ours, notify, 2 if quick else 7)
+            report.add(f"{side}_vs_notify_{writers}_writers", figure)
     with SyncEmbeddedPostgres() as server:
-        for wake in ("notify", "stream"):
-            report.add(f"wake_ms_p50_{wake}", wake_latency(server.url, wake, 50 if quick else 500))
+        for side in get_args(Side):
+            report.add(f"wake_ms_p50_{side}", wake_latency(server.url, side, 50 if quick else 500))
 
 
 def measure(report: Report, quick: bool) -> None:

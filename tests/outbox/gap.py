@@ -42,8 +42,9 @@ class Found:
     by_id: set[str] = field(default_factory=set)
     #: How often the connection of the listener was killed.
     kills: int = 0
-    #: Gaps that a subscriber of the listener was told of.
+    #: Gaps that a subscriber of the listener was told of, and holes that it was not told of.
     gaps: int = 0
+    untold: int = 0
 
     @property
     def missed(self) -> int:
@@ -75,10 +76,10 @@ async def gap_run(url: str, events: int, kills: int, seed: int) -> Found:
         Outbox(url, listener=listener) as outbox,
     ):
         await listener.wait_until_up(LIMIT)
-        ready = [asyncio.Event() for _ in range(2)]
+        ready = [asyncio.Event() for _ in range(3)]
         for name in CONSUMERS:
             tasks.start(_consume(outbox, name, found))
-        tasks.start(_subscribe(listener, found))
+        tasks.start(_subscribe(listener, found, ready[2]))
         tasks.start(_bare(_named(url, _BARE), found, ready[0]))
         tasks.start(_by_id(url, found, ready[1]))
         for each in ready:
@@ -133,10 +134,19 @@ async def _consume(outbox: Outbox, name: str, found: Found) -> None:
             await event.ack()
 
 
-async def _subscribe(listener: Listener, found: Found) -> None:
-    async with listener.subscribe("bare") as subscription:
+async def _subscribe(listener: Listener, found: Found, ready: asyncio.Event) -> None:
+    # The last number of each writer, and how many gaps were reported before it.
+    last: dict[str, tuple[int, int]] = {}
+    async with listener.subscribe("bare", buffer=100_000) as subscription:
+        ready.set()
         async for event in subscription:
-            found.gaps += isinstance(event, Gap)
+            if isinstance(event, Gap):
+                found.gaps += 1
+                continue
+            writer, _, text = event.payload.partition("/")
+            number, gaps = last.get(writer, (-1, 0))
+            found.untold += int(text) > number + 1 and gaps == found.gaps
+            last[writer] = int(text), found.gaps
 
 
 async def _bare(url: str, found: Found, ready: asyncio.Event) -> None:

@@ -17,13 +17,22 @@ async def test_nothing_is_missed_or_repeated_while_connections_are_killed(
 ) -> None:
     events, kills = scaled(10_000, least=160), scaled(20, least=2)
     found = await gap_run(url, events, kills, base_seed())
-    for name in ("missed", "duplicates", "bare_missed", "id_cursor_missed", "kills", "gaps"):
+    for name in (
+        "missed",
+        "duplicates",
+        "bare_missed",
+        "id_cursor_missed",
+        "kills",
+        "gaps",
+        "untold",
+    ):
         record_property(name, getattr(found, name))
     assert len(found.published) >= events
     assert (found.missed, found.duplicates) == (0, 0)
     assert found.orders["one"] == found.orders["two"] == sorted(found.orders["one"])
     assert found.kills >= kills
     assert found.gaps >= 1, "a subscriber of the listener is told"
+    assert found.untold == 0, "of each gap"
     # The others show that the run was a hard one.
     assert found.id_cursor_missed > 0
     assert found.bare_missed > 0
