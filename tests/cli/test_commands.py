@@ -8,8 +8,9 @@ import re
 import socket
 from pathlib import Path
 
+import psycopg
 import pytest
-from tests.service.support import Running, moored, running
+from tests.service.support import Running, moored, running, until
 
 from moored import __version__
 from moored.cli import main
@@ -65,6 +66,46 @@ def test_tree_shows_the_tree_alone(service: Running, bare: Path, capsys: Output)
     assert "restarter" in lines[4]
     assert main(["tree", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["children"][1]["name"] == "http"
+
+
+def test_top_shows_the_service_once_where_there_is_no_terminal(
+    service: Running, bare: Path, capsys: Output
+) -> None:
+    assert main(["top", "--url", service.url]) == 0
+    out = capsys.readouterr().out
+    assert "Everything works: 2 parts." in out
+    assert "└─ http" in out
+
+
+def test_explain_without_a_component_shows_what_went_wrong(tmp_path: Path, capsys: Output) -> None:
+    with running("--data-dir", str(tmp_path / "data")) as service:
+        service.wait_active()
+        assert main(["explain", "--url", service.url]) == 0
+        assert "nothing went wrong" in capsys.readouterr().out
+        service.postgres().kill()
+        until(lambda: bool(service.get("/v1/status").json()["outages"]), "the outage is seen")
+        service.wait_active()
+        assert main(["explain", "--url", service.url, "--last", "10m"]) == 0
+        out = capsys.readouterr().out
+        assert re.search("postgres did not work from .* on, for ", out)
+        assert "because" in out
+        assert main(["explain", "--url", service.url, "--last", "soon"]) == 2
+        assert "'soon' is not a time: write 90s, 10m or 2h" in capsys.readouterr().err
+
+
+def test_slots_are_listed_and_dropped(postgres_url: str, bare: Path, capsys: Output) -> None:
+    name = f"left_behind_{os.getpid()}"
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("select pg_create_logical_replication_slot(%s, 'pgoutput')", (name,))
+    assert main(["slots", "list", "--database-url", postgres_url, "--json"]) == 0
+    (found,) = [each for each in json.loads(capsys.readouterr().out) if each["slot"] == name]
+    assert (found["kind"], found["pid"], found["status"]) == ("logical", None, "reserved")
+    assert main(["slots", "drop", "no_such_slot", "--database-url", postgres_url]) == 2
+    assert "there is no slot 'no_such_slot': there are" in capsys.readouterr().err
+    assert main(["slots", "drop", name, "--database-url", postgres_url]) == 0
+    assert capsys.readouterr().out == f"dropped {name}\n"
+    assert main(["slots", "list", "--database-url", postgres_url]) == 0
+    assert name not in capsys.readouterr().out
 
 
 def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: Output) -> None:
@@ -272,10 +313,10 @@ def test_all_mistakes_are_reported_one_per_line(bare: Path, capsys: Output) -> N
     ("arguments", "said"),
     [
         (["serve", "--prot", "1"], "--port"),
-        (["serve", "extra"], "extra"),
+        (["serve", "orders:app", "extra"], "extra"),
         (["serve", "--port"], "--port"),
         (["sevre"], "sevre"),
-        (["explain"], "COMPONENT"),
+        (["tree", "extra"], "extra"),
         (["--nothing"], "--nothing"),
     ],
 )

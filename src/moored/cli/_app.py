@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 from moored._version import __version__
 from moored.kernel import SECRETS, MooredError
@@ -24,7 +28,7 @@ from moored.service import (
 )
 from moored.service import serve as run_service
 
-from . import _doctor, _leases, _outbox, _show, _target
+from . import _doctor, _leases, _outbox, _show, _slots, _target
 from ._client import Client, CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable
 
@@ -44,6 +48,7 @@ app = typer.Typer(
 
 app.add_typer(_leases.app)
 app.add_typer(_outbox.app)
+app.add_typer(_slots.app)
 app.command()(_doctor.doctor)
 
 
@@ -75,12 +80,17 @@ Token = Annotated[
     ),
 ]
 Component = Annotated[
-    str,
+    str | None,
     typer.Argument(
         metavar="COMPONENT",
         help="The path of a component, or the end of it: `postgres` for `moored/postgres`.",
         autocompletion=_complete_component,
     ),
+]
+Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")]
+Last = Annotated[
+    str | None,
+    typer.Option("--last", metavar="TIME", help="Only what went wrong within this time: 10m, 2h."),
 ]
 Target = Annotated[
     str | None,
@@ -136,24 +146,59 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
     """
     client = _client(url, admin_token)
     state = client.status()
-    _show.show(state, as_json, lambda out: _show.show_status(out, state, client.url))
+    _show.show(state, as_json, lambda out: out.print(_show.status(state, client.url)))
     return READY if HTTP.get(state["status"]) == 200 else NOT_READY
+
+
+@app.command()
+def top(url: Url = None, admin_token: Token = None, interval: Interval = 1.0) -> int:
+    """Show a running service, as `status` does, anew every second, until Ctrl-C.
+
+    Where the output is no terminal, it is shown once.
+    """
+    client, console = _client(url, admin_token), Console(highlight=False)
+    if not console.is_terminal:
+        console.print(_show.status(client.status(), client.url))
+        return 0
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            try:
+                shown: RenderableType = _show.status(client.status(), client.url)
+            except CommandFailed as error:
+                shown = f"{error}; trying again"
+            live.update(shown, refresh=True)
+            time.sleep(interval)
 
 
 @app.command()
 def tree(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
     """Show the supervision tree of a running service."""
     data = _client(url, admin_token).status()["tree"]
-    _show.show(data, as_json, lambda out: _show.show_tree(out, data))
+    _show.show(data, as_json, lambda out: out.print(_show.tree(data)))
     return 0
 
 
 @app.command()
 def explain(
-    component: Component, url: Url = None, admin_token: Token = None, as_json: Json = False
+    component: Component = None,
+    url: Url = None,
+    admin_token: Token = None,
+    last: Last = None,
+    as_json: Json = False,
 ) -> int:
-    """Explain why a component of a running service is in its present state."""
-    explanation = _client(url, admin_token).explain(component)
+    """Explain why a component of a running service is in its present state.
+
+    Without a component it shows what went wrong, also what has recovered, since the start or within
+    the last time: `moored explain --last 10m`.
+    """
+    client = _client(url, admin_token)
+    if component is None:
+        state = client.status()
+        since = 0.0 if last is None else time.time() - _seconds(last)
+        lines = list(_show.outages(state, since)) or [Text("nothing went wrong")]
+        _show.show(state["outages"], as_json, lambda out: out.print(Group(*lines)))
+        return 0
+    explanation = client.explain(component)
     _show.show(explanation, as_json, lambda out: _show.show_explanation(out, explanation))
     return 0
 
@@ -221,6 +266,15 @@ def _address(config: Config) -> str:
 
 def _host_of(config: Config) -> str:
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
+
+
+def _seconds(text: str) -> float:
+    """Return the seconds of a time such as "90s", "10m" or "2h"."""
+    units = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+    try:
+        return float(text[:-1]) * units[text[-1:]]
+    except (ValueError, KeyError):
+        raise typer.BadParameter(f"{text!r} is not a time: write 90s, 10m or 2h") from None
 
 
 def _refuse(*lines: str) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from datetime import UTC, datetime
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
@@ -16,7 +17,7 @@ from rich.text import Text
 from moored.kernel import Tree, duration
 from moored.service import Setting
 
-__all__ = ["show_config", "show_explanation", "show_status", "show_tree", "tree_of"]
+__all__ = ["outages", "show_config", "show_explanation", "status", "tree", "tree_of"]
 
 _STYLES = {
     "running": "green",
@@ -48,31 +49,44 @@ def table(*titles: str) -> Table:
     return made
 
 
-def show_status(console: Console, state: Mapping[str, Any], url: str) -> None:
-    """Print the status in one line, then the conditions, the machines and the tree."""
+def status(state: Mapping[str, Any], url: str) -> Group:
+    """Return the status in one line, then the conditions, the machines and the tree."""
     head = Text(f"moored {state['version']} at {url} is ")
     head.append(state["status"], _STYLES.get(state["status"], ""))
     head.append(f", up {duration(state['uptime'])}, pid {state['pid']}")
-    console.print(head)
-    console.print()
-    console.print(_conditions(state["conditions"]))
+    parts: list[RenderableType] = [head]
+    if sentence := state.get("sentence"):
+        parts.append(Text(sentence))
+    parts += [Text(), _conditions(state["conditions"])]
     for machine in state["machines"]:
         at = f"{machine['doing']} for {duration(machine['for'])}"
-        console.print(Text(f"  {machine['name']}  {at}"))
-    if "postgres" in state:
-        broken = state["postgres"].get("error")
-        console.print(Text(f"     {broken}") if broken else _stream(state["postgres"]))
-    console.print()
-    show_tree(console, state["tree"])
+        parts.append(Text(f"  {machine['name']}  {at}"))
+    for name, kind in state.get("kinds", {}).items():
+        if kind == "manager":
+            broken = state[name].get("error")
+            parts.append(Text(f"     {broken}") if broken else _stream(state[name]))
+    parts += [*outages(state), Text(), tree(state["tree"])]
+    return Group(*parts)
 
 
-def show_tree(console: Console, tree: Mapping[str, Any]) -> None:
-    """Print the supervision tree, with the states in colour on a terminal."""
-    for line in str(tree_of(tree)).splitlines():
-        text = Text(line)
+def outages(state: Mapping[str, Any], since: float = 0.0) -> Iterator[Text]:
+    """Yield what went wrong after a wall-clock time: when, for how long, and why."""
+    for each in state.get("outages", ()):
+        began, lasted = each["wall"], each["lasted"]
+        if lasted is None or began + lasted >= since:
+            time = f"{datetime.fromtimestamp(began, tz=UTC).astimezone():%H:%M:%S}"
+            how_long = f"for {duration(lasted)}" if lasted is not None else "and does not yet"
+            yield Text(f"  {each['part']} did not work from {time} on, {how_long}")
+            yield from (Text(f"    because  {cause}") for cause in each["because"])
+
+
+def tree(data: Mapping[str, Any]) -> Group:
+    """Return the supervision tree, with the states in colour on a terminal."""
+    lines = [Text(line) for line in str(tree_of(data)).splitlines()]
+    for line in lines:
         for state, style in _STYLES.items():
-            text.highlight_regex(rf"(?<=  ){state}(?= for )", style)
-        console.print(text)
+            line.highlight_regex(rf"(?<=  ){state}(?= for )", style)
+    return Group(*lines)
 
 
 def show_explanation(console: Console, explanation: Mapping[str, Any]) -> None:
