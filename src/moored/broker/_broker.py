@@ -18,6 +18,7 @@ from moored.kernel import (
     Recorder,
     RestartRequested,
     Supervisor,
+    Tree,
     describe,
     refuse,
 )
@@ -215,10 +216,14 @@ class Broker:
             self.last_error = describe(error)
             raise
         except Exception as error:
-            # One line without a traceback: sources lose their connections.
+            # One line without a traceback, and once for a cause: sources lose their connections.
+            known = not self.up and self.last_error == describe(error)
             self.last_error = describe(error)
-            log.warning(
-                "%s: the source has failed and is started again: %s", self.name, describe(error)
+            log.log(
+                logging.DEBUG if known else logging.WARNING,
+                "%s: the source has failed and is started again: %s",
+                self.name,
+                self.last_error,
             )
             raise RestartRequested(self.last_error) from error
         finally:
@@ -367,6 +372,10 @@ class Broker:
             "last_error": self.last_error,
             **self.statistics()._asdict(),
         }
+
+    def tree(self) -> Tree:
+        """Return the supervision tree."""
+        return self._supervisor.tree()
 
     def __repr__(self) -> str:
         found = self.status()

@@ -43,7 +43,8 @@ class AccessControl:
 
     `names` are the allowed names in the Host header, None for any. They prevent DNS rebinding: a
     web page can make its own host name point to 127.0.0.1 and so reach a loopback service from a
-    browser on this machine, but it cannot change the Host header.
+    browser on this machine, but it cannot change the Host header. `public` are the paths of apps
+    that check the origin and tokens of their own.
     """
 
     def __init__(
@@ -52,12 +53,14 @@ class AccessControl:
         *,
         token: str | None,
         names: Iterable[str] | None,
+        public: Iterable[str] = (),
         wall: Callable[[], float],
         login_page: Callable[[], Response],
     ) -> None:
         self._app = app
         self._token = token
         self._names = None if names is None else frozenset(names)
+        self._public = frozenset(public)
         self._wall = wall
         self._login_page = login_page
 
@@ -87,6 +90,8 @@ class AccessControl:
                 f"{name!r} is not an allowed name of this service; if it is the name of a proxy, "
                 "add it to allowed_hosts (MOORED_ALLOWED_HOSTS)",
             )
+        if path in self._public:
+            return None
         if self._names is not None and _from_elsewhere(method, headers, self._names):
             return refusal(
                 403,

@@ -26,7 +26,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
 from . import _auth
@@ -54,6 +54,7 @@ def make_app(
     registry: CollectorRegistry,
     *,
     mounts: Mapping[str, ASGIApp] | None = None,
+    public: Mapping[str, ASGIApp] | None = None,
 ) -> ASGIApp:
     """Return the HTTP app, wrapped in `AccessControl`."""
     routes = _Routes(config, view, feed, registry)
@@ -69,12 +70,19 @@ def make_app(
             Route(LOGIN, routes.login, methods=["POST"]),
             Route("/logout", routes.logout, methods=["POST"]),
             *(Mount(path, app) for path, app in (mounts or {}).items()),
+            *(Route(path, app) for path, app in (public or {}).items()),
+            *(WebSocketRoute(path, app) for path, app in (public or {}).items()),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _server_error},
     )
     names = {*LOCAL_NAMES, config.host.lower(), *config.allowed_hosts} if config.is_local else None
     return AccessControl(
-        app, token=config.admin_token, names=names, wall=view.clock.wall, login_page=login_page
+        app,
+        token=config.admin_token,
+        names=names,
+        public=public or (),
+        wall=view.clock.wall,
+        login_page=login_page,
     )
 
 

@@ -169,6 +169,54 @@ class Config:
         "loopback address; other names are refused there, so that no web page can reach the "
         "service through its own name that points to this machine.",
     )
+    broker_channels: tuple[str, ...] = _knob(
+        (),
+        _parse.names,
+        "The channels of live events that browsers may subscribe to at /v1/subscribe; without "
+        "any, the service has no broker.",
+    )
+    broker_source: str = _knob(
+        "outbox",
+        _parse.broker_source,
+        "Where live events come from: `outbox` (nothing is lost), `listener` (NOTIFY; what was "
+        "sent while the connection was down is lost), or the URL of a Redis with a stream that "
+        "other programs fill.",
+        hide=redacted,
+    )
+    broker_keys: Path | None = _knob(  # noqa: RUF009 (it is a field)
+        None,
+        _parse.directory,
+        "The file with the API keys of subscribers, a key and its tenant on each line; it is read "
+        "again when it has changed.",
+    )
+    broker_jwt_key: Path | None = _knob(  # noqa: RUF009 (it is a field)
+        None,
+        _parse.directory,
+        "The file with the secret or the public key (PEM) by which the JSON web tokens of "
+        "subscribers are checked.",
+    )
+    broker_jwt_algorithm: str = _knob(
+        "HS256",
+        _parse.algorithm,
+        "The algorithm of the JSON web tokens; no other is accepted, whatever a token says.",
+    )
+    broker_tenant: str = _knob(
+        "org_id",
+        _parse.text,
+        "The field of an event's payload, and the claim of a token, that names the tenant, a UUID.",
+    )
+    broker_origins: tuple[str, ...] = _knob(
+        (),
+        _parse.names,
+        "The origins of web pages that may subscribe from another host (CORS), such as "
+        "https://app.example.org.",
+    )
+    broker_max_streams: int = _knob(
+        1000,
+        _parse.count,
+        "How many streams may be open at a time; fewer if the process may not open so many files, "
+        "because each has one.",
+    )
     log_format: str = _knob(
         "text",
         _parse.choice("text", "json"),
@@ -230,6 +278,11 @@ class Config:
             yield (
                 f"{self._label(named['notify_url'])}: it requires a database URL: "
                 f"set {named['database_url'].variable}"
+            )
+        if self.broker_channels and self.broker_keys is None and self.broker_jwt_key is None:
+            yield (
+                f"{self._label(named['broker_channels'])}: subscribers need tokens: set "
+                f"{named['broker_keys'].variable} or {named['broker_jwt_key'].variable}"
             )
         if not self.is_local and self.admin_token is None:
             yield (

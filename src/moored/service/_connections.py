@@ -18,7 +18,14 @@ from typing import Any, ClassVar, NamedTuple
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-__all__ = ["BACKLOG", "MAX_HEAD", "ConnectionStatistics", "Connections", "protocol_of"]
+__all__ = [
+    "BACKLOG",
+    "MAX_HEAD",
+    "ConnectionStatistics",
+    "Connections",
+    "max_connections",
+    "protocol_of",
+]
 
 log = logging.getLogger("moored.http")
 
@@ -49,7 +56,7 @@ class Connections:
     """The open connections of one service, used from one event loop."""
 
     def __init__(self, limit: int | None = None) -> None:
-        self.limit = _max_connections() if limit is None else limit
+        self.limit = max_connections() if limit is None else limit
         #: The longest idle first.
         self._idle: dict[_Connection, asyncio.TimerHandle] = {}
         #: In use, with a request whose body is incomplete; the oldest first.
@@ -145,10 +152,8 @@ def protocol_of(connections: Connections) -> type[asyncio.Protocol]:
     return type("Connection", (_Connection,), namespace)
 
 
-def _max_connections() -> int:
+def max_connections(more: int = 0) -> int:
+    """Return the limit of connections: that for pages and scrapes, and so many more."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (
-        MAX_CONNECTIONS
-        if soft == resource.RLIM_INFINITY
-        else min(MAX_CONNECTIONS, max(16, soft // 2))
-    )
+    wanted = MAX_CONNECTIONS + more
+    return wanted if soft == resource.RLIM_INFINITY else min(wanted, max(16, soft // 2))

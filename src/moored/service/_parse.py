@@ -15,6 +15,7 @@ from moored.kernel import SECRETS, redacted, unescaped_password
 
 _STREAM_ID = re.compile(r"[a-z0-9_]{1,40}")
 _URL_SCHEMES = ("postgresql://", "postgres://")
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 _QUOTED = re.compile(r'"[^"]*"?')
 
 
@@ -125,6 +126,23 @@ def host_names(value: object) -> tuple[str, ...]:
     return tuple(host(name).lower() for name in value)
 
 
+def names(value: object) -> tuple[str, ...]:
+    """Parse names: a list, or a str with commas."""
+    if isinstance(value, str):
+        value = [part for part in value.split(",") if part.strip()]
+    if not isinstance(value, Sequence):
+        raise ValueError(f"{value!r} is not a list of names: separate them by commas")
+    return tuple(text(name) for name in value)
+
+
+def broker_source(value: object) -> str:
+    """Parse the source of live events: a word, or the URL of a Redis."""
+    source = text(value, secret=True)
+    if source in ("outbox", "listener") or source.startswith(_REDIS_SCHEMES):
+        return source
+    raise ValueError("it is not known: choose outbox, listener or a URL such as redis://host")
+
+
 def connection_string_or_empty(value: object) -> str:
     """Parse a PostgreSQL URL; an empty one is valid."""
     return "" if value == "" else connection_string(value)
@@ -164,17 +182,22 @@ def connection_string(value: object) -> str:
 
 
 def choice(*allowed: str) -> Callable[[object], str]:
-    """Return a parser that accepts one of these words."""
+    """Return a parser that accepts one of these words, in upper or lower case."""
+    known = {word.lower(): word for word in allowed}
 
     def parse(value: object) -> str:
         word = text(value).lower()
-        if word not in allowed:
+        if word not in known:
             raise ValueError(
                 f"{word!r} is not known: choose {', '.join(allowed[:-1])} or {allowed[-1]}"
             )
-        return word
+        return known[word]
 
     return parse
+
+
+#: Parses an algorithm of JSON web tokens.
+algorithm = choice(*(f"{kind}{size}" for kind in ("HS", "RS", "ES") for size in (256, 384, 512)))
 
 
 def _integer(value: object) -> int | None:

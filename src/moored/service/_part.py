@@ -59,6 +59,8 @@ class Wiring:
     collectors: list[Collector] = field(default_factory=list)
     #: Called when a stop is forced, to kill processes that would outlive this one, without waiting.
     last_resorts: list[Callable[[], None]] = field(default_factory=list)
+    #: Called before HTTP is stopped, and awaited: a part ends the streams of its clients.
+    before_stop: list[Callable[[], Awaitable[None]]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,8 @@ class Part:
     conditions: tuple[str, ...] = ()
     #: HTTP apps by their path, such as "/v1/shape"; they have the same access checks as all routes.
     mounts: Mapping[str, ASGIApp] = field(default_factory=dict)
+    #: HTTP apps by their exact path that check tokens of their own: the admin token is not needed.
+    public: Mapping[str, ASGIApp] = field(default_factory=dict)
     #: Which children are restarted together.
     strategy: StrategyName = "rest_for_one"
     #: How many restarts within how many seconds are allowed, before the whole part and HTTP are

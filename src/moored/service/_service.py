@@ -20,9 +20,10 @@ from moored.kernel import Clock, MooredError, Recorder, StatusChange, StatusMoni
 
 from . import _http
 from ._app import make_app
+from ._broker_part import broker_parts
 from ._browser_streams import BrowserStreams
 from ._config import Config
-from ._connections import Connections
+from ._connections import Connections, max_connections
 from ._database import database_part
 from ._feed import Feed
 from ._health import HTTP, PartHealth, Status
@@ -55,7 +56,7 @@ class Service:
         name: str = ROOT,
     ) -> None:
         clock = Clock.current()
-        parts = [database_part(config)] if parts is None else parts
+        parts = [database_part(config), *broker_parts(config)] if parts is None else parts
         #: Done when the service is active for the first time; fails if a part aborts the start.
         self.first_active = _future()
         #: Fails if a part reports that the service cannot continue.
@@ -106,7 +107,9 @@ class Service:
             outages=self._outages.as_list,
             address=address_of(config, sockets),
         )
-        streams, connections = BrowserStreams(), Connections()
+        streams = BrowserStreams()
+        more = config.broker_max_streams if config.broker_channels else 0
+        connections = Connections(max_connections(more))
         self._feed = Feed(self.view, streams)
         self._counter = EventCounter()
         #: The HTTP app, with the access checks.
@@ -116,6 +119,7 @@ class Service:
             self._feed,
             registry_of(self.view, self._counter, streams, connections, self._wiring.collectors),
             mounts={path: app for part in parts for path, app in part.mounts.items()},
+            public={path: app for part in parts for path, app in part.public.items()},
         )
         if sockets:
             debug = config.log_level == "debug"
@@ -156,6 +160,7 @@ class Service:
         self._ignore_changes()  # conditions that the stop clears are not reported
         self._streams.close()
         try:
+            await asyncio.gather(*(call() for call in self._wiring.before_stop))
             await self.root.stop()
         finally:
             for unsubscribe in self._unsubscribe:
