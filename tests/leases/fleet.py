@@ -111,7 +111,7 @@ class Fleet:
             if condition(seen):
                 return seen
             assert time.monotonic() < deadline, f"not within {PATIENCE} s: {what}; {seen[-20:]}"
-            time.sleep(0.01)
+            time.sleep(0.03)
 
     def refill(self, limit: int) -> float:
         """Acquire as many leases as the limit allows; returns the seconds since the last kill."""

@@ -50,8 +50,14 @@ def written(target: str, url: str, server: RedisServer) -> list[int]:
         return [fence for (fence,) in connection.execute("select fence from written order by n")]
 
 
-@pytest.mark.parametrize("target", ["redis", "postgres"])
-@pytest.mark.parametrize("store", ["redis", "postgres"])
+@pytest.mark.parametrize(
+    ("store", "target"),
+    [
+        ("redis", "postgres"),
+        ("postgres", "redis"),
+        *(pytest.param(each, each, marks=pytest.mark.soak) for each in ("redis", "postgres")),
+    ],
+)
 def test_a_suspended_owner_is_rejected_by_the_fence(
     store: str,
     target: str,
@@ -62,7 +68,7 @@ def test_a_suspended_owner_is_rejected_by_the_fence(
     tmp_path: Path,
 ) -> None:
     url = {"redis": redis_url, "postgres": postgres_url}[store]
-    with Fleet(url, tmp_path, ttl=0.6) as fleet:
+    with Fleet(url, tmp_path, ttl=3.0) as fleet:
         first = fleet.spawn("own", target=targets[target])
         fleet.wait_for("wrote", 3, pid=first)
         fleet.stop(first)

