@@ -196,7 +196,7 @@ async def test_an_idle_asyncpg_connection_is_pinged(
         began = time.monotonic()
         waiting = asyncio.create_task(pool.getconn())
         await eventually_async(lambda: pool.statistics().discards.get("failed_check"))
-        assert time.monotonic() - began < 3 * 1.0
+        assert time.monotonic() - began < 10 * 1.0
         proxy.heal()
         second = await waiting
         assert second is not first

@@ -126,7 +126,7 @@ def test_a_ping_of_a_silent_server_times_out(module_url: str, thread_proxy: Faul
         began = time.monotonic()
         with pytest.raises(psycopg.OperationalError, match="no answer to a ping within 1 s"):
             THREADS.ping(conn, LIMIT)
-        assert LIMIT <= time.monotonic() - began < 3 * LIMIT
+        assert LIMIT <= time.monotonic() - began < 10 * LIMIT
         assert not THREADS.clean(conn)
 
 
@@ -138,7 +138,7 @@ async def test_a_ping_of_a_silent_server_times_out_under_asyncio(
         began = time.monotonic()
         with pytest.raises(psycopg.OperationalError, match="no answer to a ping within 1 s"):
             await ASYNC.ping(conn, LIMIT)
-        assert LIMIT <= time.monotonic() - began < 3 * LIMIT
+        assert LIMIT <= time.monotonic() - began < 10 * LIMIT
         assert not ASYNC.clean(conn)
 
 
@@ -168,9 +168,12 @@ def test_a_connection_lost_while_idle_is_not_handed_out(
     with ConnectionPool(module_url, max_size=2) as pool:
         pool.wait()
         dead = [item.conn for item in pool.reservoir.core.ready]
-        for conn in dead:
-            observer.execute("select pg_terminate_backend(%s, 5000)", [conn.info.backend_pid])
-            eventually(something_to_read(conn))
+        pids = [conn.info.backend_pid for conn in dead]
+        unread = [something_to_read(conn) for conn in dead]
+        for conn, pid, ended in zip(dead, pids, unread, strict=True):
+            observer.execute("select pg_terminate_backend(%s, 5000)", [pid])
+            if not conn.closed:  # the pool may have noticed it already
+                eventually(ended)
         time.sleep(0.11)  # one that was used a moment ago is handed out without a look
         with pool.connection() as conn:
             assert conn not in dead
@@ -185,8 +188,8 @@ async def test_the_scanner_replaces_connections_lost_while_idle(
     async with AsyncConnectionPool(module_url, config=config) as pool:
         await pool.wait()
         dead = [item.conn for item in pool.reservoir.core.ready]
-        for conn in dead:
-            observer.execute("select pg_terminate_backend(%s, 5000)", [conn.info.backend_pid])
+        for pid in [conn.info.backend_pid for conn in dead]:
+            observer.execute("select pg_terminate_backend(%s, 5000)", [pid])
         await eventually_async(lambda: pool.statistics().refills == 4)
         await pool.wait()
         assert pool.statistics().discards["bad"] == 2
@@ -232,9 +235,9 @@ async def test_an_idle_connection_to_a_silent_server_is_replaced(
         await asyncio.sleep(0.11)
         proxy.black_hole()
         began = time.monotonic()
-        waiting = asyncio.create_task(pool.getconn(timeout=10.0))
+        waiting = asyncio.create_task(pool.getconn(timeout=30.0))
         await eventually_async(lambda: pool.statistics().discards.get("failed_check"))
-        assert time.monotonic() - began < 3 * LIMIT
+        assert time.monotonic() - began < 10 * LIMIT
         proxy.heal()
         second = await waiting
         assert second is not first

@@ -293,10 +293,10 @@ async def test_idle_connections_dropped_by_a_firewall_are_replaced(
             with pytest.raises(PoolTimeout):
                 # One who cannot wait that long for a sign of life does not.
                 await rig.ask(timeout=0.2)
-            assert time.monotonic() - began < 2.5
+            assert rig.now.discards == {}
             assert await rig.ask() == 1
             # Not one after the other: the first that gave no sign of life made the rest suspicious.
-            assert time.monotonic() - began < 3 * 3.0
+            assert time.monotonic() - began < 6 * 3.0
             assert await asyncio.gather(*(rig.ask() for _ in range(12))) == [1] * 12
             await rig.full(births=12)
             assert rig.now.discards == {"failed_check": 6}

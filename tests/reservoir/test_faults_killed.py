@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.leases.redis_server import RedisServer
 from tests.reservoir.fleet import Census
-from tests.reservoir.harness import DRIVERS, LIMIT, SHELLS, Load, Rig, Shell, lost, until
+from tests.reservoir.harness import LIMIT, SHELLS, Load, Rig, Shell, lost, until
 from tests.servers import require_server
 
 from moored import leases
@@ -51,7 +51,7 @@ async def kill(server: SyncEmbeddedPostgres) -> None:
     await asyncio.to_thread(server.wait_ended)
 
 
-@pytest.mark.parametrize("shell", DRIVERS)
+@pytest.mark.parametrize("shell", [*SHELLS, pytest.param("asyncpg", marks=pytest.mark.soak)])
 async def test_a_pool_under_load_survives_a_kill_of_the_database(
     shell: Shell, server: SyncEmbeddedPostgres
 ) -> None:

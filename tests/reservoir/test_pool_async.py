@@ -310,7 +310,7 @@ async def test_close_ends_in_time_although_a_connect_hangs(
     await eventually_async(lambda: proxy.statistics().open == 1)
     began = time.monotonic()
     await pool.close(timeout=1.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
     proxy.heal()
     await eventually_async(lambda: proxy.statistics().open == 0)
 
@@ -332,7 +332,7 @@ async def test_close_ends_in_time_although_a_connection_does_not_close(
     await pool.open(wait=True)
     began = time.monotonic()
     await pool.close(timeout=1.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
     assert "shop: 1 connection did not close within 1 s" in caplog.text
     await asyncio.wait_for(ended.wait(), PATIENCE)  # it is not left for ever
 
@@ -367,7 +367,7 @@ async def test_a_pool_may_be_closed_by_its_own_callback() -> None:
     with pytest.raises(PoolClosed):
         await pool.getconn()
     await asyncio.wait_for(closed.wait(), PATIENCE)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
 
 
 # -- limits ----------------------------------------------------------------------------------------
@@ -487,7 +487,7 @@ async def test_a_check_that_always_fails_does_not_hammer_the_server(
         began = time.monotonic()
         with pytest.raises(PoolTimeout):
             await pool.getconn(timeout=1.0)
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0
         assert proxy.statistics().accepted < 10
         stats = pool.get_stats()
         assert (stats["requests_num"], stats["requests_errors"]) == (1, 1)

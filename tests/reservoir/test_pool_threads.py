@@ -348,7 +348,7 @@ def test_close_ends_in_time_although_a_connect_hangs(
     eventually(lambda: thread_proxy.statistics().open == 1)
     began = time.monotonic()
     pool.close(timeout=1.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
     assert "shop: 1 connection did not close within 1 s" in caplog.text
     thread_proxy.heal()
     eventually(lambda: thread_proxy.statistics().open == 0)
@@ -369,7 +369,7 @@ def test_close_ends_in_time_although_a_connection_does_not_close(
         pass
     began = time.monotonic()
     pool.close(timeout=1.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
     assert "shop: 1 connection did not close within 1 s" in caplog.text
     go_on.set()
     eventually(lambda: conn.closed)
@@ -403,7 +403,7 @@ def test_a_pool_may_be_closed_by_its_own_callback() -> None:
     )
     began = time.monotonic()
     assert closed.wait(PATIENCE)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 10.0
     with pytest.raises(PoolClosed):
         pool.getconn()
 
@@ -492,7 +492,7 @@ def test_a_check_that_always_fails_does_not_hammer_the_server(
         began = time.monotonic()
         with pytest.raises(PoolTimeout):
             pool.getconn(timeout=1.0)
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0
         assert thread_proxy.statistics().accepted < 10
         stats = pool.get_stats()
         assert (stats["requests_num"], stats["requests_errors"]) == (1, 1)

@@ -384,7 +384,7 @@ async def test_an_idle_connection_whose_lease_is_lost_is_closed(
 ) -> None:
     store = f"memory://sqlalchemy-{way}"
     config = ReservoirConfig(
-        max_size=1, lease_enabled=True, lease_url=store, lease_limit=1, lease_ttl=0.9
+        max_size=1, lease_enabled=True, lease_url=store, lease_limit=1, lease_ttl=4.5
     )
     async with Desk(way, postgres_url, config=config) as desk, leases.connect(store) as operator:
         first = await desk.ask()
