@@ -30,8 +30,14 @@ def ids_in_mail(server: DemoServer, name: str) -> list[str]:
     return [frame["id"] for frame in server.world.account(name).mail.values()]
 
 
-@pytest.mark.parametrize("cumulative", [False, True])
-@pytest.mark.parametrize("window", [None, 8])
+@pytest.mark.parametrize(
+    ("window", "cumulative"),
+    [
+        (None, True),
+        (8, False),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((None, False), (8, True))),
+    ],
+)
 async def test_every_send_arrives_once_over_links_that_are_cut(
     cumulative: bool, window: int | None
 ) -> None:

@@ -432,7 +432,7 @@ async def test_two_sessions_objects_of_one_process_share_no_lease(server: DemoSe
 async def test_session_without_its_lease_changes_no_records(server: DemoServer) -> None:
     async with (
         connect("memory://") as leases,
-        Sessions(leases=leases, lease_ttl=1.5) as sessions,
+        Sessions(leases=leases, lease_ttl=6.0) as sessions,
     ):
         alice = await sessions.connect("alice", Demo(server))
         await alice.records.put("session", "bob", b"1")

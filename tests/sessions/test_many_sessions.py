@@ -16,7 +16,7 @@ from moored.testing.demo import Demo, DemoServer
 
 HOUR = 3600.0
 MANY = scaled(1000, least=100)
-RECIPIENTS = scaled(50_000, least=2_000)
+RECIPIENTS = scaled(50_000, least=1_000)
 
 
 async def test_crash_of_every_tenth_session_affects_no_other() -> None:

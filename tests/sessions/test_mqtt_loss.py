@@ -153,7 +153,11 @@ async def test_outcomes_are_correct_over_links_that_are_cut(
 
 
 @pytest.mark.parametrize(
-    ("persistence", "session_expiry"), [(True, 3600), (False, 3600), (False, 0)]
+    ("persistence", "session_expiry"),
+    [
+        (True, 3600),
+        *(pytest.param(False, each, marks=pytest.mark.soak) for each in (3600, 0)),
+    ],
 )
 async def test_outcomes_are_correct_if_the_broker_is_killed_twice(
     persistence: bool, session_expiry: int, record: Record
