@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from tests.kernel import eager_program as kernel_program
 from tests.sessions import eager_program as sessions_program
-from tests.testing.test_interpreters import ROOT, SUPPORTED, find
+from tests.testing.test_interpreters import NEWEST, ROOT, find
 
 
 def run(version: str, program: Path, scenarios: list[Callable[[], Any]]) -> None:
@@ -36,11 +36,11 @@ def run(version: str, program: Path, scenarios: list[Callable[[], Any]]) -> None
     assert done.stdout.split()[: len(scenarios)] == [each.__name__ for each in scenarios]
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", NEWEST)
 def test_the_kernel_works_under_eager_tasks(version: str) -> None:
     run(version, Path(kernel_program.__file__), kernel_program.SCENARIOS)
 
 
-@pytest.mark.parametrize("version", SUPPORTED)
+@pytest.mark.parametrize("version", NEWEST)
 def test_sessions_and_leases_work_under_eager_tasks(version: str) -> None:
     run(version, Path(sessions_program.__file__), sessions_program.SCENARIOS)

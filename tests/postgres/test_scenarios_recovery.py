@@ -252,10 +252,10 @@ async def waits_for_an_answer(conn: psycopg.AsyncConnection[Any]) -> bool:
 @pytest.mark.parametrize(
     "command",
     [
-        "IDENTIFY_SYSTEM",
+        pytest.param("IDENTIFY_SYSTEM", marks=pytest.mark.soak),
         "SELECT pg_advisory_lock",
         "CREATE_REPLICATION_SLOT",
-        "SET TimeZone",
+        pytest.param("SET TimeZone", marks=pytest.mark.soak),
         "START_REPLICATION",
     ],
 )

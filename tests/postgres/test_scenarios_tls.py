@@ -26,6 +26,7 @@ from .names import by_name
 from .server import LIMIT, following, ids, one, published, quicken, until, walsender
 
 Make = Callable[..., Postgres]
+soak = pytest.mark.soak
 
 
 @pytest.fixture(autouse=True)
@@ -177,11 +178,11 @@ async def refused(pg: Postgres) -> str:
     [
         ("", True),
         ("?sslmode=disable", False),
-        ("?sslmode=allow", False),
-        ("?sslmode=prefer", True),
-        ("?sslmode=require", True),
+        pytest.param("?sslmode=allow", False, marks=soak),
+        pytest.param("?sslmode=prefer", True, marks=soak),
+        pytest.param("?sslmode=require", True, marks=soak),
         ("?sslmode=require&sslrootcert={ours}", True),
-        ("?sslmode=verify-ca&sslrootcert={ours}", True),
+        pytest.param("?sslmode=verify-ca&sslrootcert={ours}", True, marks=soak),
         ("?sslmode=verify-full&sslrootcert={ours}", True),
     ],
 )
@@ -225,10 +226,10 @@ CHECK = "check sslrootcert, and that the certificate is for the host name in the
     ("mode", "root", "said"),
     [
         ("require", "theirs", "certificate verify failed"),
-        ("verify-ca", "theirs", "certificate verify failed"),
+        pytest.param("verify-ca", "theirs", "certificate verify failed", marks=soak),
         ("verify-full", "theirs", "certificate verify failed"),
         ("verify-ca", "missing", "missing.crt"),
-        ("verify-full", "missing", "missing.crt"),
+        pytest.param("verify-full", "missing", "missing.crt", marks=soak),
     ],
 )
 async def test_an_untrusted_certificate_is_fatal(
@@ -268,7 +269,9 @@ async def test_a_server_without_tls_is_fatal_if_tls_is_required(
     assert "set sslmode=disable or sslmode=prefer in the URL, or enable ssl on the server" in text
 
 
-@pytest.mark.parametrize("mode", ["", "?sslmode=allow", "?sslmode=prefer"])
+@pytest.mark.parametrize(
+    "mode", ["", *(pytest.param(f"?sslmode={each}", marks=soak) for each in ("allow", "prefer"))]
+)
 async def test_a_server_without_tls_is_accepted_if_tls_is_preferred(
     make: Make, url: str, sql: Sql, tls: TlsServer, mode: str
 ) -> None:
@@ -287,7 +290,13 @@ async def test_sslmode_disable_is_fatal_if_the_server_requires_tls(
     assert "set sslmode=require in the URL" in text
 
 
-@pytest.mark.parametrize("mode", ["", "?sslmode=allow", "?sslmode=prefer", "?sslmode=require"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "",
+        *(pytest.param(f"?sslmode={each}", marks=soak) for each in ("allow", "prefer", "require")),
+    ],
+)
 async def test_a_server_that_requires_tls_is_reached_by_default(
     make: Make, url: str, sql: Sql, tls: TlsServer, mode: str
 ) -> None:

@@ -48,7 +48,9 @@ SETTINGS = {
 
 
 @pytest.fixture(
-    scope="module", params=["18", pytest.param("16", marks=pytest.mark.soak), "installed"]
+    scope="module",
+    # All other tests run with 18.
+    params=[*(pytest.param(each, marks=pytest.mark.soak) for each in ("18", "16")), "installed"],
 )
 def postgres(request: pytest.FixtureRequest) -> Iterator[SyncEmbeddedPostgres]:
     """In the place of the newest one: a server of each version, which the tests may harm."""

@@ -137,7 +137,9 @@ def states_down_to_the_manager(tree: dict[str, Any]) -> list[str]:
 # -- lost and found ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", ["reset", "black_hole", "stall"])
+@pytest.mark.parametrize(
+    "fault", ["reset", "black_hole", pytest.param("stall", marks=pytest.mark.soak)]
+)
 async def test_a_database_that_is_lost_or_falls_silent_is_noticed_and_found_again(
     postgres_url: str, fault: str, tmp_path: Path
 ) -> None:

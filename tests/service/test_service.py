@@ -403,7 +403,7 @@ class BrokenCollector(Collector):
         raise RuntimeError("no metrics today")
 
 
-@pytest.mark.parametrize("system", [Broken(), Unwritable()])
+@pytest.mark.parametrize("system", [Broken(), pytest.param(Unwritable(), marks=pytest.mark.soak)])
 async def test_a_system_that_cannot_be_read_is_shown_as_broken_and_the_rest_works(
     system: Bulb,
 ) -> None:

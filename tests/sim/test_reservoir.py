@@ -232,7 +232,17 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+#: Defects that take the most schedules until they are caught.
+LATE = {"a ping without a timeout", "a connect without a timeout", "a lost lease ignored"}
+
+
+@pytest.mark.parametrize(
+    "planted",
+    [
+        pytest.param(each, id=each.name, marks=[pytest.mark.soak] if each.name in LATE else [])
+        for each in MUTANTS
+    ],
+)
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:
     caught = assert_caught(pool_with_faults, planted, within=400, clean=1)
     assert isinstance(caught.error, AssertionError), caught
