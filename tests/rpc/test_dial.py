@@ -192,14 +192,20 @@ async def test_new_generation_does_not_inherit_the_backoff(make: Make) -> None:
             with pytest.raises(ConnectFailed):
                 await ready(old)
         server.start()
-        new = make(config, 2)
-        began = time.monotonic()
-        await asyncio.wait_for(ready(new), 10)
-        # gRPC's first pause alone is about a second.
-        assert time.monotonic() - began < 0.7
-        assert await ask(new) == b"a"
+        # gRPC's first pause alone is about a second. Of several connects one is undisturbed.
+        times = [await connect_time(make(config, number)) for number in range(2, 5)]
+        assert min(times) < 0.7
     await close_channel(old)
-    await close_channel(new)
+
+
+async def connect_time(channel: Any) -> float:
+    """Connect, call, and close the channel; return the seconds that the connect took."""
+    began = time.monotonic()
+    await asyncio.wait_for(ready(channel), 10)
+    took = time.monotonic() - began
+    assert await ask(channel) == b"a"
+    await close_channel(channel)
+    return took
 
 
 async def test_generations_do_not_share_a_connection(echo: EchoServer) -> None:

@@ -203,7 +203,7 @@ def test_refused_connection_fails_with_the_address(manager: ConnectionManager) -
     began = time.monotonic()
     with pytest.raises(ConnectFailed, match=server.address):
         manager.get_or_create(config(server), timeout=1.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 5.0
     eventually(lambda: manager.get_stats()["total_connections"] == 0)
 
 
@@ -225,7 +225,7 @@ def test_hung_endpoint_does_not_block_other_endpoints(
         began = time.monotonic()
         for _ in range(1000):
             assert manager.get_or_create(config(echo)) is channel
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 2.9, "a checkout waited for the other endpoint"
         assert not failed.is_set()
         assert failed.wait(9.0)
 

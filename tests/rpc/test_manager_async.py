@@ -198,7 +198,7 @@ async def test_refused_connection_fails_with_the_address(manager: AsyncConnectio
     began = time.monotonic()
     with pytest.raises(ConnectFailed, match=server.address):
         await manager.get_or_create(config(server), timeout=1.0)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < 5.0
     await gone(manager)
 
 
@@ -214,7 +214,7 @@ async def test_hung_endpoint_does_not_block_other_endpoints(
         began = time.monotonic()
         for _ in range(1000):
             assert await manager.get_or_create(config(echo)) is channel
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 2.7, "a checkout waited for the other endpoint"
         assert not waiting.done()
         with pytest.raises(ConnectFailed):
             await asyncio.wait_for(waiting, 9.0)

@@ -175,7 +175,7 @@ async def test_many_connections_close_in_the_time_of_one(
             assert await first(side, stream) == b"0"
         began = time.monotonic()
         await side.run(side.manager.close)
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 4.5, "one after the other, they would take 6 s"
 
 
 # -- time ------------------------------------------------------------------------------------------

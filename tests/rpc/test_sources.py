@@ -332,13 +332,12 @@ async def test_fetch_does_not_block_the_loop(server: TopologyServer) -> None:
 
     server.script.append(slow)
     fetching = asyncio.create_task(HttpTopology(server.url).fetch())
-    longest, last = 0.0, time.monotonic()
+    turns = 0
     while not fetching.done():
         await asyncio.sleep(0.005)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
+        turns += 1
     assert (await fetching).version == 7
-    assert longest < 0.5, "it took a second"
+    assert turns > 10, "it took a second, in which the loop did not run"
 
 
 async def test_cancelled_fetch_ends_its_request(server: TopologyServer) -> None:

