@@ -77,7 +77,8 @@ async def test_notifications_through_a_pool_arrive(direct: str, bouncer: str, ki
             await listener.notify('sh"ips')
             assert (await next_event(events))[:2] == ('sh"ips', "")
         canary = listener.monitor.conditions()
-        await listener.monitor.wait_until(lambda _: listener.statistics()["canary_latency"], LIMIT)
+        # 0.0 counts: the clock of uvloop is in milliseconds.
+        assert listener.statistics()["canary_latency"] is not None
         assert canary["connected"].met
         assert listener.health is Health.ACTIVE
 
