@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
-import sys
 import traceback
 import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from itertools import takewhile
-from multiprocessing.connection import Connection, wait
 from typing import Any, Self
 
 from ._errors import SimulationError
 from ._loop import ScheduleOptions
 from ._run import Scenario, run_one
-
-_JOIN_TIMEOUT = 5.0
 
 __all__ = ["SeedResults", "run_forked"]
 
@@ -70,70 +67,38 @@ def run_forked(
     context = multiprocessing.get_context("fork")
     # Each worker stops at the lowest failed position of all workers.
     lowest = context.Value("q", len(seeds))
-    workers: dict[Connection, Any] = {}
-    try:
-        for start in range(count):
-            here, there = context.Pipe(duplex=False)
-            positions = range(start, len(seeds), count)
-            process = context.Process(
-                target=_work, args=(there, lowest, scenario, seeds, positions, options), daemon=True
-            )
-            _start(process)
-            there.close()
-            workers[here] = process
-        return _collect(workers)
-    finally:
-        for here, process in workers.items():
-            here.close()
-            _end(process)
-
-
-def _start(process: Any) -> None:
-    with warnings.catch_warnings():
+    # Inherited by the fork, and not sent: a scenario may be any function.
+    inherited = (lowest, scenario, seeds, options)
+    results = SeedResults()
+    with (
+        warnings.catch_warnings(),
+        ProcessPoolExecutor(count, context, _inherit, inherited) as workers,
+    ):
         # Python 3.12 warns of every fork in a process with threads; these children only compute.
         warnings.simplefilter("ignore", DeprecationWarning)
-        process.start()
-
-
-def _end(process: Any) -> None:
-    process.join(0 if sys.exc_info()[0] else _JOIN_TIMEOUT)
-    if process.is_alive():
-        process.kill()
-        process.join()
-
-
-def _collect(workers: dict[Connection, Any]) -> SeedResults:
-    results = SeedResults()
-    waiting = list(workers)
-    while waiting:
-        for ready in wait(waiting):
-            assert isinstance(ready, Connection)
-            waiting.remove(ready)
-            try:
-                results.merge(ready.recv())
-            except EOFError:
-                workers[ready].join()
-                raise SimulationError(
-                    f"a worker died (exit code {workers[ready].exitcode}) in the middle of a "
-                    "schedule: run with processes=1 to find the seed"
-                ) from None
+        try:
+            for each in workers.map(_work, [range(k, len(seeds), count) for k in range(count)]):
+                results.merge(each)
+        except BrokenProcessPool:
+            raise SimulationError(
+                "a worker died in the middle of a schedule: run with processes=1 to find the seed"
+            ) from None
     return results
 
 
-def _work(
-    result: Connection,
-    lowest: Any,
-    scenario: Scenario[Any],
-    seeds: Sequence[int],
-    positions: Iterable[int],
-    options: ScheduleOptions,
-) -> None:
-    # Ctrl-C reaches the whole process group; the parent ends its workers itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+_inherited: tuple[Any, ...] = ()
+
+
+def _inherit(*values: Any) -> None:
+    global _inherited
+    _inherited = values
+
+
+def _work(positions: Iterable[int]) -> SeedResults:
+    lowest, scenario, seeds, options = _inherited
     wanted = takewhile(lambda position: position <= lowest.value, positions)
     results = SeedResults.of(scenario, seeds, wanted, options)
     if results.failed is not None:
         with lowest.get_lock():
             lowest.value = min(lowest.value, results.failed)
-    result.send(results)
-    result.close()
+    return results
