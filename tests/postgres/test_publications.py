@@ -6,7 +6,7 @@ import asyncio
 import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,6 +164,28 @@ async def test_no_table_is_removed_while_the_tables_of_a_consumer_are_unknown(
         await pg.drop_consumer("here")
         await check_twice(pg)
         assert await members(sql, pg) == ["orders"]
+
+
+async def test_several_streams_publish_the_same_tables_without_a_deadlock(
+    make: MakePostgres, sql: Sql, stream_id: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"t{number}" for number in range(5)]
+    await run(sql, *(f"create table {name} (id int primary key)" for name in names))
+    async with AsyncExitStack() as stack:
+        streams = [
+            await stack.enter_async_context(
+                make(stream_id=f"{stream_id}_{each}", state_dir=tmp_path / each)
+            )
+            for each in ("a", "b", "c")
+        ]
+        await asyncio.gather(*(pg.wait_until_active(LIMIT) for pg in streams))
+        here = [
+            pg.changes(tables=sorted(names, reverse=n % 2 == 1)) for n, pg in enumerate(streams)
+        ]
+        await asyncio.gather(*(pg.wait_until_published(timeout=LIMIT) for pg in streams))
+        assert "deadlock" not in caplog.text
+        await run(sql, "insert into t3 values (1)")
+        assert [ids(await following(changes)) for changes in here] == [[1]] * 3
 
 
 # -- replica identity ------------------------------------------------------------------------------

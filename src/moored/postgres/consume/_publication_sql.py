@@ -87,9 +87,11 @@ def options_for(tables: Sequence[Table]) -> list[str]:
 def lock_mode(keyless: Sequence[str]) -> str:
     """Return the lock for publishing tables, some of which may lack a replica identity.
 
-    To set one takes the strongest lock: taking that later could deadlock.
+    It keeps out writers, and other publishers: ALTER PUBLICATION takes a lock that conflicts with
+    SHARE, so two publishers that hold SHARE would deadlock. To set a replica identity takes the
+    strongest lock.
     """
-    return "ACCESS EXCLUSIVE" if keyless else "SHARE"
+    return "ACCESS EXCLUSIVE" if keyless else "SHARE ROW EXCLUSIVE"
 
 
 def full_identity(table: str) -> str:
