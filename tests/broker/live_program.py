@@ -20,16 +20,34 @@ from moored.broker import ApiKeys, Broker, BrokerApp
 from moored.broker.redis import RedisEvents
 
 PAGE = """
-<!doctype html><title>events</title><link rel="icon" href="data:,"><ol></ol>
+<!doctype html><title>events</title><link rel="icon" href="data:,"><ol></ol><ul></ul>
 <script type="module">
   import { subscribe } from "/v1/subscribe.js";
-  const show = (text) => document.querySelector("ol").append(
+  const show = (list, text) => document.querySelector(list).append(
     Object.assign(document.createElement("li"), { textContent: text }));
   subscribe("/v1/subscribe", {
     token: "acme-key",
-    onevent: (event) => show(JSON.parse(event.data).number),
-    onreset: (reason) => show("reset"),
+    onevent: (event) => show("ol", JSON.parse(event.data).number),
+    onreset: (reason) => show("ol", "reset"),
   });
+
+  async function open(last) {
+    const again = () => setTimeout(open, 200, last);
+    try {
+      const headers = { Authorization: "Bearer acme-key" };
+      const { ticket } = await (await fetch("/v1/tickets", { method: "POST", headers })).json();
+      const query = new URLSearchParams({ ticket, last_event_id: last });
+      const events = new EventSource(`/v1/subscribe?${query}`);
+      for (const name of ["start", "orders", "reset"]) {
+        events.addEventListener(name, (event) => {
+          last = event.lastEventId;
+          if (name !== "start") show("ul", JSON.parse(event.data).number ?? name);
+        });
+      }
+      events.onerror = () => { events.close(); again(); };
+    } catch { again(); }
+  }
+  open("");
 </script>
 """
 

@@ -32,6 +32,7 @@ from ._events import (
 from ._http import BrokerApp
 from ._identity import ApiKeys, Authenticator, Identity, Jwt
 from ._memory import MemorySource
+from ._signals import drain_on_signals
 from ._stream import LiveStream
 from ._tenants import canonical_uuid
 
@@ -44,6 +45,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Skipped",
     "SlowPolicy",
     "StreamReset",
+    "drain_on_signals",
     # Sources
     "EventSource",
     "MemorySource",
