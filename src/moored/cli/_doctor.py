@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -46,10 +46,10 @@ def doctor(
     """
     # A finding reports it; it is not logged as well.
     logging.getLogger("moored").addHandler(logging.NullHandler())
-    urls = {"replication_url": replication_url, "notify_url": notify_url}
-    names = {"stream_id": stream_id, "pool_size": pool_size}
+    given: dict[str, Any] = {"replication_url": replication_url, "notify_url": notify_url}
+    given |= {"stream_id": stream_id, "pool_size": pool_size}
     try:
-        found = asyncio.run(examine(url, **urls, tables=table or (), **names))
+        found = asyncio.run(examine(url, tables=table or (), **given))
     except ValueError as error:
         raise CommandFailed(str(error)) from error
     show(found.plain(), as_json, lambda out: _show(out, found))
@@ -61,12 +61,11 @@ def _show(console: Console, found: Examination) -> None:
         console.print(Text(str(each)))
     rows = new_table("severity", "check", "finding and fix")
     for finding in found.findings:
-        severity = Text(finding.severity.value, _STYLES[finding.severity])
         text = Text(finding.problem)
         for statement in finding.statements:
             text.append(f"\n{statement};", "green")
         text.append(f"\n{finding.advice}" if finding.advice else "", "dim")
-        rows.add_row(severity, finding.check, text)
+        rows.add_row(Text(finding.severity.value, _STYLES[finding.severity]), finding.check, text)
     if not console.is_terminal:
         console.width = 10_000  # a statement stays on its line
     if found.findings:

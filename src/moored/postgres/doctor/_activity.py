@@ -47,7 +47,7 @@ class RetainedWal(Check):
          format('SELECT pg_drop_replication_slot(%%L)', slot_name))
       ) AS cases (status, is_active, what, fix)
       WHERE (wal_status, active) = (status, is_active)"""
-    problem = "the slot {slot_name} retains {mb} MB of WAL (the limit is {kept}): {what}"
+    problem = "the slot {slot_name} retains {mb} MB of WAL (max_slot_wal_keep_size {kept}): {what}"
     statements = ("{fix}", "{reload}")
     advice = "if its consumer is still needed, start it, or let it acknowledge faster"
 
@@ -67,12 +67,11 @@ class StuckLock(Check):
         holder = await _admin.lock_holder(await on.connection(), slot)
         if holder is None or holder.streaming:
             return []
-        age = duration(holder.age)
-        return [self.finding(slot=slot, **{**holder._asdict(), "age": age})]
+        return [self.finding(slot=slot, **{**holder._asdict(), "age": duration(holder.age)})]
 
 
 class LongTransactions(Check):
-    """A transaction, also a prepared one, that is open for a minute: a new slot waits for it."""
+    """A transaction, also a prepared one, of more than a minute: a new slot and the outbox wait."""
 
     query = """SELECT who, date_trunc('second', now() - since)::text AS age, statement,
         CASE WHEN EXISTS (SELECT 1 FROM pg_replication_slots WHERE slot_name = %(slot)s)

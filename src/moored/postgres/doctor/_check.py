@@ -73,8 +73,9 @@ class Connected(NamedTuple):
     def __str__(self) -> str:
         tls = "with TLS" if self.tls else "without TLS"
         pooler = f", through a pooler in {self.pooler} mode" if self.pooler else ""
-        where = f"PostgreSQL {self.version} at {self.place} as {self.user}"
-        return f"{self.url}: {where}, {tls}{pooler}"
+        return (
+            f"{self.url}: PostgreSQL {self.version} at {self.place} as {self.user}, {tls}{pooler}"
+        )
 
 
 @dataclass
@@ -161,9 +162,8 @@ class Check:
     async def run(self, on: Examined) -> list[Finding]:
         """Query the server, and return what is wrong."""
         info = (await on.connection()).info
-        names = {"user": info.user, "database": info.dbname}
-        names["publication"] = on.settings.publication_name
-        texts = {name: quoted(value) for name, value in names.items()}
+        values = info.user, info.dbname, on.settings.publication_name
+        texts = dict(zip(("user", "database", "publication"), map(quoted, values), strict=True))
         rows = await on.rows(self.query)
         return [self.finding(**texts, slot=on.settings.slot_name, **row) for row in rows]
 

@@ -39,8 +39,8 @@ class Examination(NamedTuple):
     def plain(self) -> dict[str, Any]:
         """Return everything as plain data, for JSON."""
         findings = [{**each._asdict(), "severity": each.severity.value} for each in self.findings]
-        connections = [each._asdict() for each in self.connections]
-        return {"ok": self.ok, "connections": connections, "findings": findings}
+        connected = [each._asdict() for each in self.connections]
+        return {"ok": self.ok, "connections": connected, "findings": findings}
 
 
 async def examine(

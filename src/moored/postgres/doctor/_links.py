@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ipaddress import ip_address
+from typing import ClassVar
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
@@ -12,12 +13,10 @@ from moored.kernel import duration
 from .._errors import PostgresError
 from ..server import _admin, diagnose
 from ..server._setup import quoted
-from ._check import Check, Examined, Finding, Severity
+from ._check import Check, Examined, Finding, Purpose, Severity
 
 #: What a connection attempt or a query raises.
 ERRORS = (psycopg.Error, PostgresError, OSError)
-#: How often two connections are compared to find out a pooler's mode.
-ROUNDS = 5
 #: A difference of clocks that is reported, in seconds.
 SKEW = 5.0
 
@@ -27,10 +26,10 @@ _PID = "SELECT pg_catalog.pg_backend_pid() AS pid"
 class Reachability(Check):
     """A URL that leads to no database: wrong syntax, host, port, password or database name."""
 
-    purpose = None
+    purpose: ClassVar[Purpose | None] = None
     problem, statements, advice = "{message}", ("{create}",), "{remedy}"
     #: Types of errors that other checks report, with their statements.
-    others: tuple[str, ...] = ()
+    others: ClassVar[tuple[str, ...]] = ()
 
     async def run(self, on: Examined) -> list[Finding]:
         """Open a connection."""
@@ -110,7 +109,7 @@ async def _pooler_mode(on: Examined) -> str:
     own: set[int] = set()
     others: set[int] = set()
     async with await on.connect() as other:
-        for _ in range(ROUNDS):
+        for _ in range(5):
             own.add((await on.rows(_PID))[0]["pid"])
             try:
                 others.add((await _admin.rows(other, _PID))[0][0])

@@ -136,16 +136,15 @@ class TableIdentity(Check):
     query = f"""{_TABLES}
       SELECT relnamespace::regnamespace || '.' || quote_ident(relname) AS table, what,
         CASE WHEN has_key THEN 'DEFAULT' ELSE 'FULL' END AS identity,
-        CASE WHEN relreplident = 'f' THEN 'notes' WHEN is_published THEN 'warns' ELSE 'stops' END
-          AS severity
+        CASE WHEN is_published AND relreplident <> 'f' THEN 'warns' ELSE 'notes' END AS severity
       FROM (SELECT oid AS root, is_published FROM tables) AS t CROSS JOIN pg_class leaf, LATERAL (
         SELECT coalesce(bool_or(indisprimary AND indimmediate), false) AS has_key,
           coalesce(bool_or(indisreplident), false) AS has_identity
         FROM pg_index WHERE indrelid = leaf.oid AND indisvalid) AS i, LATERAL (VALUES
         ('f', has_key, 'a primary key and REPLICA IDENTITY FULL: an update writes the whole old row'
           ' to the WAL, which only consumers of old values need'),
-        ('d', NOT has_key, 'no primary key: UPDATE and DELETE are refused once it is published'),
-        ('n', true, 'REPLICA IDENTITY NOTHING: UPDATE and DELETE are refused once it is published'),
+        ('d', NOT has_key, 'no primary key: UPDATE and DELETE are refused while it is published'),
+        ('n', true, 'REPLICA IDENTITY NOTHING: UPDATE and DELETE are refused while published'),
         ('i', NOT has_identity, 'lost the index of its REPLICA IDENTITY: UPDATE is refused')
       ) AS cases (identity, is_wrong, what)
       WHERE relkind = 'r' AND relreplident = cases.identity::"char" AND is_wrong
@@ -153,3 +152,4 @@ class TableIdentity(Check):
       ORDER BY 1"""
     problem = "{table} has {what}"
     statements = ("ALTER TABLE {table} REPLICA IDENTITY {identity}",)
+    advice = "Moored sets FULL by itself when it publishes a table without a replica identity"

@@ -49,12 +49,10 @@ class ServerVersion(Check):
 
     async def run(self, on: Examined) -> list[Finding]:
         """Compare the version with the known problems."""
-        version = (await on.connection()).info.server_version
-        return [
-            self.finding(version=f"{version // 10000}.{version % 10000}", text=text, mended=mended)
-            for text, mended in ((each.text, each.mended_in(version)) for each in KNOWN_PROBLEMS)
-            if mended is not None
-        ]
+        number = (await on.connection()).info.server_version
+        version = f"{number // 10000}.{number % 10000}"
+        known = [(each.text, each.mended_in(number)) for each in KNOWN_PROBLEMS]
+        return [self.finding(version=version, text=t, mended=m) for t, m in known if m]
 
 
 class Standby(Check):
@@ -98,7 +96,7 @@ class SendersLeft(Check):
 
 
 class ConnectionsLeft(Check):
-    """Fewer connections left for the pools than they need: of the server, database or role."""
+    """Fewer connections left for the pools than they need: of the server, or of the role."""
 
     # Beside its pools, an instance has a stream and a listener; what it has already counts.
     query = """SELECT whose, most, most - used AS left, needed, statement, advice

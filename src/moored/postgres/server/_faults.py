@@ -72,7 +72,11 @@ class Diagnosis(NamedTuple):
     remedy: str
 
     def __str__(self) -> str:
-        return f"{self.message}: {self.remedy}" if self.remedy else self.message
+        if not self.remedy:
+            return self.message
+        fatal = self.verdict is FaultVerdict.FATAL
+        doctor = "; `moored doctor URL` checks this and the rest" if fatal else ""
+        return f"{self.message}: {self.remedy}{doctor}"
 
 
 _RETRY, _FATAL, _DROP = FaultVerdict.RETRY, FaultVerdict.FATAL, FaultVerdict.DROP_SLOT
