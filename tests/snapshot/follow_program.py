@@ -86,7 +86,8 @@ async def main(config: dict[str, Any]) -> None:
         follow = pg.follow("items", consumer="c", chunk_rows=5, start=copy.position)
         async for item in follow:
             copy.apply(item)
-            print("rows" if isinstance(item, Rows) else "other", flush=True)
+            sys.stdout.write("item\n")
+            sys.stdout.flush()
             if not isinstance(item, Reset):
                 await item.ack()
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, NamedTuple, TypeVar
 
 import psycopg
@@ -53,7 +61,7 @@ class View(NamedTuple):
     limit: int
 
 
-Pieces = Callable[[View, Key | None, Key | None], AsyncIterator[T]]
+Pieces = Callable[[View, Key | None, Key | None], AsyncGenerator[T, None]]
 
 
 class TableReader:
@@ -189,7 +197,7 @@ class TableReader:
 
     async def rows(
         self, view: View, after: Key | None, through: Key | None
-    ) -> AsyncIterator[pq.abc.PGresult]:
+    ) -> AsyncGenerator[pq.abc.PGresult, None]:
         """Yield the rows of a range of keys, as results of queries."""
         query = self.table.select(after, through)
         if self.table.key:
@@ -229,7 +237,7 @@ class TableReader:
 
     async def blocks(
         self, view: View, after: Key | None, through: Key | None
-    ) -> AsyncIterator[bytes]:
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the rows of a range of keys as COPY writes them in text format."""
         query = psycopg.sql.SQL("COPY ({}) TO STDOUT").format(self.table.select(after, through))
         pgconn = view.conn.pgconn
@@ -247,11 +255,12 @@ class TableReader:
                 elif length == 0:
                     await view.conn.wait(_read_more(pgconn))
                     continue
+                else:
+                    await _finish(view.conn)
                 if parts:
                     yield b"".join(parts)
                     parts, size = [], 0
                 if length < 0:
-                    await _finish(view.conn)
                     return
 
     # -- keys ------------------------------------------------------------------------------------
@@ -304,7 +313,8 @@ class TableReader:
         async def attempt() -> tuple[list[T], Chunk]:
             async with self.view() as view:
                 through = again.through if again else await self.bound(view, after)
-                found = [piece async for piece in pieces(view, after, through)]
+                async with aclosing(pieces(view, after, through)) as each:
+                    found = [piece async for piece in each]
                 return found, again or Chunk(through, view.sight, view.limit)
 
         return await self.retried(attempt)

@@ -159,8 +159,9 @@ class Snapshot:
             while not self._state.complete:
                 after = self._state.after
                 through = await self._reader.bound(view, after)
-                async for piece in read(view, after, through):
-                    yield piece
+                async with aclosing(read(view, after, through)) as pieces:
+                    async for piece in pieces:
+                        yield piece
                 self._state = self._state.copied(Chunk(through, view.sight, view.limit))
 
     async def _from_each(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
