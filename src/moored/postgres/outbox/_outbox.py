@@ -390,7 +390,8 @@ class Outbox:
     def explain(self) -> str:
         """Return as text what the consumers wait for, and what to do about it."""
         found = self.last_status
-        head = "its state is not known" if found is None else str(found)
+        unknown = "its state is not known" if self.table else "without a table"
+        head = unknown if found is None else str(found)
         how = f"at each wake-up by {self.wake}" if self.wakes.up else "every second"
         because = [f"its consumers read {how}"]
         so = "there is nothing to do"

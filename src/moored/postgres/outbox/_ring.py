@@ -21,7 +21,7 @@ from ..consume import Reset, Transaction
 from ..decode import Emitted
 from ._cursor import Cursor, OutboxState
 from ._publish import encoded
-from ._reader import OutboxEvent, Page
+from ._reader import OutboxEvent, Page, Reader
 from ._stream_wakes import StreamWakes
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class StreamRing(StreamWakes):
 
     def __init__(self, pg: Postgres, prefix: str, limit: int) -> None:
         super().__init__(pg)
+        self._reader = Reader(pg, prefix)
         self._prefix = prefix
         self._limit = limit
         self._kept: deque[OutboxEvent] = deque()
@@ -73,11 +74,9 @@ class StreamRing(StreamWakes):
 
     async def _mark(self) -> int:
         """Commit a message without an event; return an LSN that the stream passes with it."""
-        query = "select pg_logical_emit_message(true, %s, '')::text"
-        async with self._pg.connection() as conn:
-            row = await (await conn.execute(query, [self._prefix])).fetchone()
-        assert row is not None
-        return Lsn.parse(row[0])
+        query = "select pg_logical_emit_message(true, %(prefix)s, '')::text"
+        ((lsn,),) = await self._reader.run(query, prefix=self._prefix)
+        return Lsn.parse(lsn)
 
     def _receive(self, txn: Transaction) -> bool:
         """Keep the events of a transaction in place of the oldest; return whether it has any."""
