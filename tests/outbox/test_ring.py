@@ -14,6 +14,7 @@ from tests.postgres.conftest import MakePostgres, make, stream_id, streamed_url
 from moored.broker import SourceEvent, SourceGap
 from moored.broker.postgres import OutboxEvents
 from moored.postgres import ConfigurationError, Outbox, OutboxBatch, Postgres, PostgresError
+from moored.testing import scaled
 
 from .conftest import Sql
 from .reading import LIMIT
@@ -113,6 +114,29 @@ async def test_events_come_in_the_order_of_the_commits(opened: Open, streamed_ur
         assert await tail.payloads(3) == ["1", "2", "began first, committed last"]
         places = [outbox.place(event.cursor) for event in (await outbox.read()).events]
         assert places == sorted(places)
+
+
+async def test_nothing_is_missed_or_repeated_while_the_stream_is_killed(
+    opened: Open, streamed_url: str
+) -> None:
+    count = scaled(2000, least=100)
+
+    async def write(writer: int) -> None:
+        async with await psycopg.AsyncConnection.connect(streamed_url, autocommit=True) as conn:
+            for number in range(count):
+                await emit(conn, f"{writer}/{number}")
+                if writer == 0 and number % (count // 2) == count // 4:
+                    await conn.execute(
+                        "select pg_terminate_backend(active_pid) from pg_replication_slots "
+                        "where database = current_database()"
+                    )
+
+    async with opened(ring=10 * count) as (pg, outbox, _):
+        tail = Tail(outbox)
+        await tail.next()
+        found, *_ = await asyncio.gather(tail.payloads(4 * count), *map(write, range(4)))
+        assert sorted(found or ()) == sorted(f"{a}/{b}" for a in range(4) for b in range(count))
+        assert pg.statistics()["connects"] >= 2
 
 
 async def test_a_cursor_before_the_ring_is_a_reset(opened: Open) -> None:
