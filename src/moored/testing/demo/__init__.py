@@ -15,7 +15,7 @@ the faults of a server: drop, delay and duplicate acks, refuse sends, abort link
 - `presence` (state), `watch` (who);
 - `read` (of, ids): sends read receipts to a sender;
 - `group_create` (name, members), `group_info`, `group_add` and `group_remove` (group, who);
-- `upload` (data, as base64, and the location, to add to it) and `download` (location, begin).
+- `upload` (data, as base64, of at most one frame) and `download` (location).
 """
 
 from ._frames import MAX_FRAME

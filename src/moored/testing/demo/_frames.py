@@ -18,8 +18,6 @@ Frame: TypeAlias = dict[str, Any]
 
 #: The longest frame, in bytes.
 MAX_FRAME = 256 * 1024
-#: The most bytes of a medium in one frame.
-PIECE = 128 * 1024
 
 
 def encode(frame: Frame) -> bytes:

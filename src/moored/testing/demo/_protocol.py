@@ -41,7 +41,6 @@ from moored.sessions.transport import Endpoint
 
 from ._frames import (
     MAX_FRAME,
-    PIECE,
     DemoFrames,
     Frame,
     bytes_of,
@@ -300,24 +299,13 @@ class Demo(Protocol):
         return Notice(question) if what == "presence" else question
 
     async def upload(self, session: Any, kind: str, data: bytes, caption: str) -> Media:
-        """Upload bytes to the server, in pieces."""
-        location = ""
-        for begin in range(0, max(1, len(data)), PIECE):
-            piece = text_from(data[begin : begin + PIECE])
-            answer = await session.query(self.question("upload", data=piece, location=location))
-            location = answer["location"]
+        """Upload bytes to the server, in one frame."""
+        location = await session.query(self.question("upload", data=text_from(data)))
         return Media(kind, location, len(data), caption)
 
     async def download(self, session: Any, media: Media) -> bytes:
-        """Download bytes from the server, in pieces."""
-        data = bytearray()
-        while len(data) < media.size:
-            question = self.question("download", location=media.location, begin=len(data))
-            piece = bytes_of(await session.query(question))
-            if not piece:
-                raise QueryFailed(f"{media.location} has {len(data)} bytes, not {media.size}")
-            data += piece
-        return bytes(data)
+        """Download bytes from the server."""
+        return bytes_of(await session.query(self.question("download", location=media.location)))
 
     def sandbox_check(self, profile: str, outgoing: Outgoing) -> None:
         """Raise `StepFailed` for content that cannot be written; for `offline=True`."""
@@ -325,7 +313,7 @@ class Demo(Protocol):
 
     def sandbox_answer(self, question: Any) -> Any:
         """Return the location of an upload; for `offline=True`."""
-        return {"location": "sandbox"} if question.get("do") == "upload" else None
+        return "sandbox" if question.get("do") == "upload" else None
 
     def sandbox_extra(self, outgoing: Outgoing) -> Any:
         """Return the secret of a poll; for `offline=True`."""
