@@ -11,7 +11,7 @@ import ssl
 from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import TypeAlias
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import urlsplit
 
 from moored.kernel import SECRETS, extra
 
@@ -25,8 +25,6 @@ __all__ = ["InMemory", "MemoryServer", "Tcp", "WebSocket", "default_tls"]
 
 #: A server within the process: gets its end of a connection, and returns the receiver for it.
 MemoryServer: TypeAlias = Callable[[Transport], Receiver]
-
-_PORTS = {"ws": 80, "wss": 443}
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -125,18 +123,24 @@ class WebSocket:
 
     def __post_init__(self) -> None:
         with extra("mqtt", "WebSocket"):
-            import websockets  # noqa: F401
+            from websockets.exceptions import InvalidURI
+            from websockets.uri import parse_uri
         SECRETS.add_from(self.url)
-        parts = _parts(self.url, self.tls)
-        assert parts.hostname is not None
+        try:
+            uri = parse_uri(self.url)
+        except (InvalidURI, ValueError) as error:
+            # Without the URL, which may hold a password; and a port's error quotes a part of it.
+            why = getattr(error, "msg", "a part of it cannot be decoded")
+            raise ValueError(f"the WebSocket URL is not valid: {why}") from None
+        if self.tls is not None and not uri.secure:
+            raise ValueError("the WebSocket URL is not encrypted, but tls is given: use wss://")
         self.headers = tuple(self.headers)
         for name, value in self.headers:
             if name.lower() == "authorization":
                 SECRETS.add(value.rpartition(" ")[2])  # "Bearer TOKEN"
         if any(set("\r\n") & {*name, *value} for name, value in self.headers):
             raise ValueError("a header contains a line break")
-        tls = (self.tls or default_tls()) if parts.scheme == "wss" else None
-        self._tcp = Tcp(parts.hostname, parts.port or _PORTS[parts.scheme], tls=tls)
+        self._tcp = Tcp(uri.host, uri.port, tls=(self.tls or default_tls()) if uri.secure else None)
 
     async def dial(self, receiver: Receiver) -> Transport:
         """Connect; raises `OSError` with the reason."""
@@ -157,35 +161,6 @@ class WebSocket:
 
     def __repr__(self) -> str:
         return f"<WebSocket {self}>"
-
-
-def _parts(url: str, tls: ssl.SSLContext | None) -> SplitResult:
-    """Split and check a URL; no error shows more of it than its scheme."""
-    parts = urlsplit(url)
-    if parts.scheme not in _PORTS:
-        raise ValueError(f"a WebSocket URL begins with ws:// or wss://, not {parts.scheme}:")
-    try:
-        port_is_right = parts.port is None or parts.port > 0
-    except ValueError:
-        port_is_right = False
-    wrong = []
-    if not parts.hostname:
-        wrong.append("has no host")
-    if not port_is_right:
-        wrong.append("has no valid port")
-    if parts.fragment:
-        wrong.append("has a fragment (#…), which WebSocket URLs do not allow")
-    if parts.username is not None and parts.password is None:
-        wrong.append("has a user without a password")
-    try:
-        unquote(parts.netloc, errors="strict")
-    except UnicodeDecodeError:
-        wrong.append("has a user or a password that is not UTF-8")
-    if parts.scheme == "ws" and tls is not None:
-        wrong.append("is not encrypted, but tls is given: use wss://")
-    if wrong:
-        raise ValueError("the WebSocket URL " + "; it ".join(wrong))
-    return parts
 
 
 @dataclass(slots=True, eq=False, repr=False)
