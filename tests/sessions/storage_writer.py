@@ -27,8 +27,8 @@ from moored.sessions.storage._storage import Storage
 __all__ = ["LONG", "NAMESPACE", "value_of"]
 
 NAMESPACE = ("alice", "session")
-#: A key that is too long for a file name.
-LONG = "x" * 1000
+#: A key that is as long as a file name may be.
+LONG = "x" * 255
 
 
 def value_of(key: str, generation: int) -> bytes | None:

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from .._errors import StorageError
-from ._file_names import from_file_name, is_cut, to_file_name
+from ._file_names import from_file_name, to_file_name
 from ._storage import Changes
 from ._thread import ThreadStorage, sync_directory
 
@@ -59,6 +59,8 @@ class FileStorage(ThreadStorage):
 
     async def put_all(self, profile: str, changes: Changes) -> None:
         """Write and delete several records: a journal makes the change atomic."""
+        for place in changes:
+            self._at(profile, *place)  # refuse a name that is too long, before the journal has it
         lines = [
             [*place, None if value is None else base64.b64encode(value).decode()]
             for place, value in changes.items()
@@ -82,7 +84,6 @@ class FileStorage(ThreadStorage):
                 sync_directory(self.path)
                 self._moment("taken away")
                 shutil.rmtree(away)
-            _beside(place).unlink(missing_ok=True)
 
         await self._do(remove)
 
@@ -121,11 +122,9 @@ class FileStorage(ThreadStorage):
         if value is not None:
             self._make_directory(self.path, profile)
             self._make_directory(self._at(profile), namespace)
-            self._keep_text(file.parent, key)
             self._replace(file, value)
         elif file.exists():
             file.unlink()
-            _beside(file).unlink(missing_ok=True)
             sync_directory(file.parent)
 
     def _replay(self) -> None:
@@ -148,15 +147,9 @@ class FileStorage(ThreadStorage):
         place = parent / to_file_name(name)
         if place.is_dir():
             return False
-        self._keep_text(parent, name)
         place.mkdir(mode=0o700)
         sync_directory(parent)
         return True
-
-    def _keep_text(self, place: Path, name: str) -> None:
-        file = place / to_file_name(name)
-        if is_cut(file.name) and _cut_name(file) != name:
-            self._replace(_beside(file), name.encode("utf-8", "surrogatepass"))
 
     def _replace(self, file: Path, value: bytes) -> None:
         draft = self._temporary / secrets.token_hex(8)
@@ -233,28 +226,15 @@ class FileStorage(ThreadStorage):
             os.close(lock)
 
 
-def _beside(file: Path) -> Path:
-    """The file that holds the whole name for a cut file name."""
-    return file.with_name(f"{file.name}.name")
-
-
 def _names_in(place: Path) -> Iterator[str]:
     try:
         found = os.listdir(place)
     except FileNotFoundError:
         return
     for name in found:
-        text = _cut_name(place / name) if is_cut(name) else from_file_name(name)
+        text = from_file_name(name)
         if text is not None:
             yield text
-
-
-def _cut_name(file: Path) -> str | None:
-    try:
-        text = (_read(_beside(file)) or b"").decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return None
-    return text if to_file_name(text) == file.name else None
 
 
 def _read(file: Path) -> bytes | None:
