@@ -94,6 +94,7 @@ class StreamBuffer:
         A history that is being read is of no use then, and positions may begin anew.
         """
         self._clear()
+        self._skipped = 0
         self.replaying = self.overrun = False
         self.floor = None
         self._items.append(StreamReset(reason, id))
@@ -117,8 +118,10 @@ class StreamBuffer:
         self._items.clear()
         self._bytes = 0
         if self._skipped:
-            # The newest event is kept with "latest", and the oldest ones otherwise.
-            found.insert(0 if self._limits[2] == "latest" else len(found), Skipped(self._skipped))
+            # The newest event is kept with "latest", after a reset; the oldest ones otherwise.
+            latest = int(bool(found) and isinstance(found[0], StreamReset))
+            at = latest if self._limits[2] == "latest" else len(found)
+            found.insert(at, Skipped(self._skipped))
             self._skipped = 0
         return found
 
