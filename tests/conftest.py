@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import uvloop
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from tests.initdb_once import initdb_once
 from tests.servers import empty_database
 
@@ -26,8 +26,13 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-# A limit of time for one example would fail on a busy machine.
-settings.register_profile("moored", deadline=None)
+# A limit of time for examples would fail on a busy machine.
+settings.register_profile(
+    "moored",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    max_examples=scaled(100, least=25),
+)
 settings.load_profile("moored")
 
 

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+from aiobotocore.session import get_session  # type: ignore[import-untyped]
 from tests.leases.dynamodb.servers import DynamoLocal, DynamoServer, Ministack, NotHere, date_of
 from tests.leases.scale import thorough
 
@@ -28,7 +29,7 @@ _numbers = itertools.count(1)
 def _one_session() -> Iterator[None]:
     """Share the driver's session, which takes most of the CPU time of opening a store."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_link, "get_session", cache(_link.get_session))
+        patch.setattr(_link, "get_session", cache(get_session))
         yield
 
 
