@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -12,7 +13,8 @@ from rich.console import Console
 from moored.cli import main
 from moored.cli._doctor import _show
 from moored.postgres import ConfigurationError, Postgres
-from moored.postgres.doctor import CHECKS, Check, _publication, _server, examine
+from moored.postgres.doctor import CHECKS, Check, Finding, _publication, _server, examine
+from moored.postgres.doctor._check import Examined
 from moored.postgres.server import _admin
 
 from .world import PASSWORD, World
@@ -140,6 +142,22 @@ async def test_a_check_without_an_answer_does_not_stop_the_others(
     }
     unknown = [each.problem for each in found if each.check != "replication_privilege"]
     assert all(text.startswith("it could not be checked: ") for text in unknown)
+
+
+async def test_the_loss_of_the_server_ends_the_checks(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def kill_server(check: Check, on: Examined) -> list[Finding]:
+        await asyncio.to_thread(world.server.kill)
+        await on.rows("SELECT 1")
+        return []
+
+    monkeypatch.setattr(_server.WalLevel, "run", kill_server)
+    try:
+        found = (await examine(world.url)).findings
+    finally:
+        world.restart()
+    assert [each.check for each in found] == ["reachability", "wal_level"]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=[check.name for check in CHECKS])

@@ -15,24 +15,23 @@ from moored.postgres.doctor import Examination, Severity, examine
 
 from ._client import CommandFailed
 from ._options import Json
-from ._show import show
-from ._show import table as new_table
+from ._show import show, table
 
 __all__ = ["doctor"]
 
 _STYLES = {Severity.STOPS: "bold red", Severity.WARNS: "bold yellow", Severity.NOTES: "bold"}
 
-Url = Annotated[str, typer.Argument(envvar="DATABASE_URL", help="The database.")]
+Url = Annotated[str, typer.Argument(metavar="URL", envvar="DATABASE_URL", help="The database.")]
 _replication = typer.Option(envvar="MOORED_REPLICATION_URL", help="The server, without a pooler.")
 _notify = typer.Option(envvar="NOTIFY_URL", help="The server, without a pooler, for LISTEN.")
-_table = typer.Option(metavar="TABLE", help="A table that should be followed; repeat it.")
+_table = typer.Option("--table", metavar="TABLE", help="A table to follow; repeat it.")
 
 
 def doctor(
     url: Url,
     replication_url: Annotated[str | None, _replication] = None,
     notify_url: Annotated[str | None, _notify] = None,
-    table: Annotated[list[str] | None, _table] = None,
+    tables: Annotated[list[str] | None, _table] = None,
     stream_id: Annotated[str, typer.Option(help="The name of the stream.")] = "default",
     pool_size: Annotated[int, typer.Option(help="The size of both pools together.")] = 20,
     as_json: Json = False,
@@ -49,7 +48,7 @@ def doctor(
     given: dict[str, Any] = {"replication_url": replication_url, "notify_url": notify_url}
     given |= {"stream_id": stream_id, "pool_size": pool_size}
     try:
-        found = asyncio.run(examine(url, tables=table or (), **given))
+        found = asyncio.run(examine(url, tables=tables or (), **given))
     except ValueError as error:
         raise CommandFailed(str(error)) from error
     show(found.plain(), as_json, lambda out: _show(out, found))
@@ -59,7 +58,7 @@ def doctor(
 def _show(console: Console, found: Examination) -> None:
     for each in found.connections:
         console.print(Text(str(each)))
-    rows = new_table("severity", "check", "finding and fix")
+    rows = table("severity", "check", "finding and fix")
     for finding in found.findings:
         text = Text(finding.problem)
         for statement in finding.statements:

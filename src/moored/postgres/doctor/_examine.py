@@ -100,6 +100,7 @@ async def _run_checks(on: Examined) -> list[Finding]:
         except _links.ERRORS as error:
             problem = f"it could not be checked: {describe(error)}"
             findings.append(Finding(check.name, Severity.WARNS, problem))
-        if findings and check is _links.Reachability:
+            findings += await _links.Reachability().run(on)
+        if findings and findings[-1].check == _links.Reachability.name:
             break
     return findings

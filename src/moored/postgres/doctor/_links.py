@@ -72,8 +72,7 @@ class Encryption(Check):
     async def run(self, on: Examined) -> list[Finding]:
         """Look at the connection."""
         conn = await on.connection()
-        address = conn.info.hostaddr
-        local = not address or ip_address(address).is_loopback
+        local = not conn.info.hostaddr or ip_address(conn.info.hostaddr).is_loopback
         return [] if local or conn.pgconn.ssl_in_use else [self.finding()]
 
 
@@ -130,7 +129,6 @@ class ClockSkew(Check):
 
     async def run(self, on: Examined) -> list[Finding]:
         """Compare the clocks; the duration of the query is tolerated."""
-        await on.connection()
         before = on.clock.wall()
         server = (await on.rows(self.query))[0]["time"]
         skew = max(before - server, server - on.clock.wall())
