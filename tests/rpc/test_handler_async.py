@@ -507,14 +507,3 @@ async def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoSe
     assert later_files <= files + 3
     assert later_threads <= threads
     assert later_memory <= memory + 200_000
-
-
-async def test_reset_handler_of_a_forked_child_has_no_generation(
-    make: Make, echo: EchoServer
-) -> None:
-    inherited = await new_aio_live(echo.uri)
-    handler = make(inherited)
-    handler.reset()
-    assert handler.generation == 0
-    assert not inherited.closed
-    await inherited.channel.close()

@@ -153,15 +153,6 @@ async def test_grace_that_ends_during_the_close_closes_the_channel_once_async() 
     assert live.channel.closed == 1
 
 
-async def test_call_that_ends_in_a_forked_child_closes_no_inherited_channel_async() -> None:
-    handler, live = await retired_async()
-    handler._retiring[live]()
-    handler.reset()
-    handler._close_live(live)
-    assert not handler._closing
-    assert not live.closed
-
-
 async def test_handler_with_a_call_in_flight_does_not_sleep_async() -> None:
     live = busy(AioChannel())
     handler = AsyncHandler(live)

@@ -31,7 +31,7 @@ async def test_sweeper_and_topologies_are_in_the_tree(kind: Kind, echo: EchoServ
     async with kind(fetch_topology=lambda: [echo.uri]) as side:
         assert side.manager.tree().state == "new"
         await side.get(ConnectionConfig.from_uri("http://orders"), timeout=LIMIT)
-        topology = "rpc/rpc.orders:80.topology"
+        topology = "rpc/rpc.orders:80.topology.refresher"
         expected = {"rpc", "rpc/sweeper", topology, f"{topology}/refresh"}
         await reaches(lambda: states(side.manager.tree()) == dict.fromkeys(expected, "running"))
     assert states(side.manager.tree()) == {"rpc": "stopped", "rpc/sweeper": "stopped"}

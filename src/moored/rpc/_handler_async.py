@@ -119,11 +119,6 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         """Wait until every replaced generation is closed."""
         await self._until(lambda: not self._retiring, None)
 
-    def reset(self) -> None:
-        """Start anew in a forked child: inherited channels are neither used nor closed."""
-        super().reset()
-        self._closing = Tasks()
-
     # -- a call --------------------------------------------------------------------------------
 
     async def _next(self, timeout: float | None) -> tuple[LiveChannel, float | None]:

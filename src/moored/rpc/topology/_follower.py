@@ -298,7 +298,7 @@ class Follower(TopologyMixin):
         refresher = self._refresher = Refresher(
             refresh,
             every=self._refresh_every,
-            name=self._name,
+            name=f"{self._name}.refresher",
             clock=self._clock,
             recorder=self._recorder,
         )
