@@ -8,7 +8,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from typing import Literal, Self, TypeVar
+from typing import Self, TypeVar
 
 from moored.kernel import LoopThread
 
@@ -133,20 +133,14 @@ class FaultProxy:
         """Reset (RST) every open connection now; return how many there were."""
         return self._on_loop(lambda: self._reset(list(self._connections)))
 
-    def cut_after(
-        self,
-        size: int | None,
-        direction: Direction | None = None,
-        *,
-        how: Literal["reset", "close"] = "reset",
-    ) -> None:
-        """Cut each connection after `size` more bytes in one direction, or in either.
+    def cut_after(self, size: int | None, direction: Direction | None = None) -> None:
+        """Reset each connection after `size` more bytes in one direction, or in either.
 
         `size=None` removes the cut.
         """
         if size is not None and size < 0:
             raise ValueError(f"the bytes before a cut must be 0 or more, not {size}")
-        self._set(self._state.cut, None if size is None else Cut(size, how), direction)
+        self._set(self._state.cut, None if size is None else Cut(size), direction)
 
     def latency(self, seconds: float, direction: Direction | None = None) -> None:
         """Deliver every byte so many seconds later, in order, in one direction or in both."""

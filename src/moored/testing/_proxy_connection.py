@@ -7,7 +7,7 @@ import socket
 import struct
 
 from ._proxy_answer import Answer, Caller
-from ._proxy_flow import ClosedByCut, Flow
+from ._proxy_flow import Flow
 from ._proxy_state import ProxyState
 
 __all__ = ["ProxyConnection"]
@@ -67,8 +67,6 @@ class ProxyConnection:
             async with asyncio.TaskGroup() as group:
                 for work in (up.read, up.write, down.read, down.write):
                     group.create_task(work())
-        except* ClosedByCut:
-            pass
         except* OSError:
             self.reset = True
 

@@ -35,10 +35,9 @@ class ProxyStatistics(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """End a connection after a number of bytes."""
+    """Reset a connection after a number of bytes, counted anew for each object."""
 
     after: int
-    how: Literal["reset", "close"]
 
 
 class Rate:

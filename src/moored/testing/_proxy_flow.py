@@ -12,16 +12,12 @@ from moored.kernel import sleep_until
 from ._proxy_faults import Cut, Direction
 from ._proxy_state import ProxyState
 
-__all__ = ["ClosedByCut", "Flow"]
+__all__ = ["Flow"]
 
 _CHUNK = 65536
 _MOST_PENDING = 4 * 1024 * 1024
 #: A throttled connection moves in steps of this many seconds.
 _STEP = 0.05
-
-
-class ClosedByCut(Exception):
-    """The connection has forwarded the bytes that its cut allows, and ends without a reset."""
 
 
 @dataclass(eq=False, repr=False)
@@ -111,4 +107,4 @@ class Flow:
         self._carried += len(part)
         self._state.add(f"bytes_{self._direction}", len(part))
         if cut is not None and self._carried >= cut.after:
-            raise ConnectionResetError if cut.how == "reset" else ClosedByCut
+            raise ConnectionResetError

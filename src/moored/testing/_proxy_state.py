@@ -94,7 +94,7 @@ class ProxyState:
             if self.throttle[direction]:
                 parts.append(f"throttle {direction} {self.throttle[direction]:g} bytes/s")
             if cut := self.cut[direction]:
-                parts.append(f"{cut.how} after {cut.after} bytes {direction}")
+                parts.append(f"reset after {cut.after} bytes {direction}")
         return ", ".join(parts)
 
 
