@@ -137,9 +137,9 @@ def test_a_password_that_is_also_the_user_does_not_blank_the_user_everywhere() -
 
 def test_only_the_newest_secrets_are_kept() -> None:
     known = Secrets()
-    for number in range(1000):
+    for number in range(300):
         known.add(f"token-{number:04}")
-    assert known.hide("token-0999 token-0000") == "*** token-0000"
+    assert known.hide("token-0299 token-0000") == "*** token-0000"
     assert repr(known) == "<Secrets: 256>"
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from moored.testing import Deadlock, Sim, SimulationError, Unretrieved, run_one, simulate
+from moored.testing import Deadlock, Sim, SimulationError, Unretrieved, run_one, scaled, simulate
 
 T = TypeVar("T")
 Reader = asyncio.StreamReader
@@ -700,4 +700,4 @@ def test_a_storm_breaks_connections_and_ends() -> None:
         writer.close()
         return troubles
 
-    assert min(run(scenario)) > 5
+    assert min(run(scenario, scaled(20, least=4))) > 5
