@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import moored.postgres.manage._stack as _stack
-from moored.postgres import UNCHANGED, Change, Emitted, Postgres, Reset, Rows, Transaction
+from moored.postgres import UNCHANGED, Change, Postgres, Reset, Rows, Transaction
 
 __all__: list[str] = []
 
@@ -60,7 +60,6 @@ class SqliteCopy:
             self._database.execute("delete from items")
             return
         assert isinstance(change, Change)
-        assert not isinstance(change, Emitted)
         old, new = change.old, change.new
         before = {}
         if change.kind != "insert":

@@ -21,6 +21,7 @@ from moored.postgres import (
     PostgresError,
     Reset,
     Rows,
+    Snapshot,
     Transaction,
     Update,
 )
@@ -157,23 +158,23 @@ async def test_a_snapshot_that_is_left_or_cancelled_returns_its_connections(
                     pieces = aiter(snapshot.blocks()) if blocks else aiter(snapshot)
                     async with aclosing(pieces):  # type: ignore[type-var]
                         await anext(pieces)
-        await sql.execute("begin; lock table orders in access exclusive mode")
-        tasks = Tasks()
-        reading = tasks.start(all_rows(pg))
-        blocked = "select pid from pg_locks where not granted"
-        async with asyncio.timeout(LIMIT):
-            while not await column(sql, blocked):  # noqa: ASYNC110
-                await asyncio.sleep(0.01)
-        reading.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await reading
-        await sql.execute("rollback")
-        assert len(await all_rows(pg)) == ROWS
+        async with pg.snapshot("orders") as snapshot:
+            await sql.execute("begin; lock table orders in access exclusive mode")
+            reading = Tasks().start(all_rows(snapshot))
+            blocked = "select pid from pg_locks where not granted"
+            async with asyncio.timeout(LIMIT):
+                while not await column(sql, blocked):  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+            reading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await reading
+            await sql.execute("rollback")
+        async with pg.snapshot("orders") as snapshot:
+            assert len(await all_rows(snapshot)) == ROWS
 
 
-async def all_rows(pg: Postgres) -> list[Any]:
-    async with pg.snapshot("orders") as snapshot:
-        return [row async for row in snapshot]
+async def all_rows(snapshot: Snapshot) -> list[Any]:
+    return [row async for row in snapshot]
 
 
 async def test_several_tables_are_copied_at_once_through_a_small_pool(
@@ -347,7 +348,7 @@ async def test_a_large_value_that_is_not_sent_with_a_moved_key_is_read(
         # The second chunk was read, or is being read: the third is not before the next item.
         await writer.execute("update orders set id = 0 where id = 50")
         await writer.commit()
-        written = {}
+        written: dict[int, Any] = {}
         async with asyncio.timeout(LIMIT):
             while not written:
                 item = await item_of(follow)

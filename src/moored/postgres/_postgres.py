@@ -404,7 +404,7 @@ class Postgres:
         *,
         where: str | None = None,
         columns: Sequence[str] | None = None,
-        chunk_rows: int = 20_000,
+        chunk_rows: int = 50_000,
         consistent: bool = False,
         start: CopyPosition | str | None = None,
     ) -> Snapshot:

@@ -113,14 +113,15 @@ class Follow:
         self._pending: Transaction | Reset | None = None
         self._streaming: asyncio.Task[Any] | None = None
         self._copying: asyncio.Task[Any] | None = None
-        self._items = self._deliver()
+        self._items: Any = self._deliver()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Item:
         """Return the next rows or the next transaction, or a `Reset`."""
-        return await anext(self._items)
+        item: Item = await anext(self._items)
+        return item
 
     async def aclose(self) -> None:
         """Detach the consumer and end its iteration; its acknowledgements stay stored."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 from .._position import Position
 from ._join import CopyState
@@ -27,8 +27,8 @@ class CopyPosition(NamedTuple):
         """Parse a position that `str()` has written, or one of a transaction."""
         position, _, copy = text.partition(" ")
         try:
-            version, *chunks = json.loads(copy) if copy else ("", *COMPLETE)
-            return cls(Position.parse(position), CopyState.load(chunks), version)
+            found: list[Any] = json.loads(copy) if copy else ["", *COMPLETE]
+            return cls(Position.parse(position), CopyState.load(found[1:]), str(found[0]))
         except (ValueError, TypeError, IndexError):
             raise ValueError(f"{text!r} is not a position: store str(item.position)") from None
 

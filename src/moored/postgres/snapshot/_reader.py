@@ -14,6 +14,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import psycopg
@@ -28,14 +29,16 @@ from .._lsn import Lsn
 from ..decode import Row, Types
 from ..server import _admin
 from ._join import Chunk, Key, Sight
-from ._source import DISPLAY, KeyValues, SourceTable, describe_table, writers
+from ._source import DISPLAY, MARKER, KeyValues, SourceTable, describe_table, writers
 
 __all__ = ["ColumnsChanged", "Pieces", "TableReader", "View", "end_task"]
 
 log = logging.getLogger("moored.postgres")
 
-#: Rows that are converted at once, and bytes of COPY data in a block, before other tasks run.
-AT_ONCE, BLOCK = 1000, 256 * 2**10
+#: Rows that are converted at once, and rows of a block of COPY data, before other tasks run.
+AT_ONCE, BLOCK_ROWS = 1000, 2000
+#: How long COPY data may accumulate before it is read, in seconds.
+NAP = 0.0005
 #: How often the writers of a table are looked at, and after how long they are reported, in seconds.
 WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
 #: The first and the longest wait before a chunk is read again after a failure, in seconds.
@@ -44,7 +47,7 @@ BACKOFF = (0.2, 10.0)
 Connection = psycopg.AsyncConnection[Any]
 T = TypeVar("T")
 
-_VIEW = "SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text"
+_VIEW = f"SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text, {MARKER}"
 
 
 class ColumnsChanged(PostgresError):
@@ -178,14 +181,16 @@ class TableReader:
                 )
                 + lock
             )
-            sight, limit = await _row(conn, _VIEW)
-            now = await describe_table(conn, self.name, self._where, self._columns)
-            if now.version != table.version and not altered:
+            found = await conn.execute(_VIEW, {"oid": table.oid})
+            sight, limit, marker = await found.fetchone() or ("", "", "")
+            if marker != table.marker:
+                table = await describe_table(conn, self.name, self._where, self._columns)
+            if table.version != self.table.version and not altered:
                 raise ColumnsChanged(
                     f"the table {table.qualified} was altered while it was copied: rows that were "
                     "copied before may lack the values of new columns"
                 )
-            yield View(conn, now, Sight.parse(sight), Lsn.parse(limit))
+            yield View(conn, table, Sight.parse(sight), Lsn.parse(limit))
 
     async def bound(self, view: View, after: Key | None) -> Key | None:
         """Return the last key of the next chunk; None for the last chunk."""
@@ -222,11 +227,7 @@ class TableReader:
         self, result: pq.abc.PGresult, table: SourceTable | None = None
     ) -> Iterator[list[Row]]:
         """Convert a result to rows, some at a time."""
-        names = (table or self.table).columns
-
-        def make(values: Sequence[Any]) -> Row:
-            return dict(zip(names, values, strict=True))
-
+        make = _row_maker((table or self.table).columns)
         strict, lenient = (_transformer(self._types, result, each) for each in (False, True))
         for first in range(0, result.ntuples, AT_ONCE):
             last = min(first + AT_ONCE, result.ntuples)
@@ -242,26 +243,29 @@ class TableReader:
         query = psycopg.sql.SQL("COPY ({}) TO STDOUT").format(self.table.select(after, through))
         pgconn = view.conn.pgconn
         async with view.conn.cursor() as cursor, cursor.copy(query):
-            # One call of psycopg for each row would take longer than the server.
-            parts: list[Any] = []
-            size = 0
-            while True:
-                length, data = pgconn.get_copy_data(1)
-                if length > 0:
-                    parts.append(data)
-                    size += length
-                    if size < BLOCK:
-                        continue
-                elif length == 0:
-                    await view.conn.wait(_read_more(pgconn))
-                    continue
-                else:
-                    await _finish(view.conn)
-                if parts:
-                    yield b"".join(parts)
-                    parts, size = [], 0
+            # psycopg's read() takes longer for a row than the server.
+            take, parts, length = pgconn.get_copy_data, list[Any](), 1
+            while length >= 0:
+                read = False
+                while len(parts) < BLOCK_ROWS:
+                    length, data = take(1)
+                    if length > 0:
+                        parts.append(data)
+                        read = False
+                    elif length == 0 and not read:
+                        pgconn.consume_input()  # the socket may have more than libpq has read
+                        read = True
+                    else:
+                        break
                 if length < 0:
-                    return
+                    await _finish(view.conn)
+                elif length == 0:
+                    # Let data accumulate: to wake up for each packet would slow the server.
+                    await asyncio.sleep(NAP)
+                    await view.conn.wait(_read_more(pgconn))
+                if len(parts) >= BLOCK_ROWS or (length < 0 and parts):
+                    yield b"".join(parts)
+                    parts.clear()
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -326,10 +330,18 @@ async def _row(conn: Connection, query: str) -> tuple[Any, ...]:
     return row
 
 
-def _transformer(types: Types, result: pq.abc.PGresult, lenient: bool) -> Transformer:
+def _transformer(types: Types, result: pq.abc.PGresult, lenient: bool) -> Any:
     transformer = Transformer(types.adapters(lenient=lenient))
     transformer.set_pgresult(result)
     return transformer
+
+
+@cache
+def _row_maker(names: tuple[str, ...]) -> Callable[[Sequence[Any]], Row]:
+    """Generate the function that makes a dict of the values of a row."""
+    pairs = ", ".join(f"{name!r}: v[{place}]" for place, name in enumerate(names))
+    make: Callable[[Sequence[Any]], Row] = eval(f"lambda v: {{{pairs}}}")
+    return make
 
 
 def _read_more(pgconn: pq.abc.PGconn) -> Generator[Wait, Any, None]:

@@ -17,7 +17,15 @@ from ..consume._tables import parse_table
 from ..decode import UNCHANGED, Row
 from ._join import Key
 
-__all__ = ["DISPLAY", "KeyColumn", "KeyValues", "SourceTable", "describe_table", "writers"]
+__all__ = [
+    "DISPLAY",
+    "MARKER",
+    "KeyColumn",
+    "KeyValues",
+    "SourceTable",
+    "describe_table",
+    "writers",
+]
 
 #: So that values are written as the stream has them.
 DISPLAY = (
@@ -25,6 +33,12 @@ DISPLAY = (
     "SET LOCAL extra_float_digits = 1; SET LOCAL IntervalStyle = 'postgres'"
 )
 
+#: An expression that is another one after the table `oid` was altered, renamed or dropped.
+MARKER = (
+    "(SELECT md5(%(oid)s::regclass || string_agg(concat(a.attnum, a.attname, a.atttypid, "
+    "a.atttypmod, a.attgenerated), ',' ORDER BY a.attnum)) FROM pg_attribute a "
+    "WHERE a.attrelid = %(oid)s::oid AND a.attnum > 0 AND NOT a.attisdropped)"
+)
 _TABLE = """
 SELECT c.oid, n.nspname::text, c.relname::text, c.relkind::text, pg_is_in_recovery(),
   (SELECT coalesce(sum(leaf.reltuples) FILTER (WHERE leaf.reltuples > 0), 0)::bigint
@@ -98,6 +112,8 @@ class SourceTable(NamedTuple):
     where: str | None
     #: Another one after an ALTER TABLE that changes columns, and for another condition.
     version: str
+    #: The value of MARKER.
+    marker: str
 
     @property
     def qualified(self) -> str:
@@ -111,7 +127,7 @@ class SourceTable(NamedTuple):
 
     def select(self, after: Key | None, through: Key | None) -> sql.Composed:
         """Return the query of the rows of a range of keys."""
-        conditions = []
+        conditions: list[sql.Composable] = []
         if after is not None:
             conditions.append(sql.SQL("{} > {}").format(self._key(), self._values(after)))
         if through is not None:
@@ -125,7 +141,7 @@ class SourceTable(NamedTuple):
 
     def _select(self, conditions: list[sql.Composable]) -> sql.Composed:
         if self.where is not None:
-            conditions.append(sql.SQL(f"({self.where})"))  # type: ignore[arg-type]
+            conditions.append(sql.SQL(f"({self.where})"))
         return sql.SQL("SELECT {} FROM {}{}").format(
             sql.SQL(", ").join(map(sql.Identifier, self.columns)),
             self.identifier,
@@ -134,7 +150,7 @@ class SourceTable(NamedTuple):
 
     def bound(self, after: Key | None, rows: int) -> sql.Composed:
         """Return the query of the last key of the next chunk; it finds none in the last chunk."""
-        condition = sql.SQL("")
+        condition: sql.Composable = sql.SQL("")
         if after is not None:
             condition = sql.SQL(" WHERE {} > {}").format(self._key("t"), self._values(after))
         # Without the alias, ORDER BY would mean the strings.
@@ -195,7 +211,7 @@ class SourceTable(NamedTuple):
     def _values(self, key: KeyValues, *, bare: bool = False) -> sql.Composed:
         values = [
             # A string, because -1::smallint is -(1::smallint).
-            sql.SQL("{}::" + column.cast).format(  # type: ignore[arg-type]
+            sql.SQL("{}::" + column.cast).format(
                 sql.Literal(str(value) if isinstance(value, int) else value)
             )
             for column, value in zip(self.key, key, strict=True)
@@ -223,6 +239,8 @@ async def describe_table(
         )
     if kind not in "rp":
         raise ConfigurationError(f"{schema}.{plain} is not a table: only tables can be copied")
+    found = await conn.execute(f"SELECT {MARKER}", {"oid": oid})
+    (marker,) = await found.fetchone() or ("",)
     listed = await (await conn.execute(_COLUMNS, {"oid": oid, "key": index})).fetchall()
     if unknown := set(columns or ()) - {each[0] for each in listed}:
         raise ConfigurationError(
@@ -248,6 +266,7 @@ async def describe_table(
         key=key,
         where=where,
         version=_digest([oid, where, sorted(chosen), listed]),
+        marker=marker,
     )
 
 
