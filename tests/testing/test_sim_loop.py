@@ -126,7 +126,11 @@ async def _race(sim: Sim) -> str:
 
 
 def test_drift_lets_tasks_overtake_each_other() -> None:
-    orders = {run_one(_race, seed).result() for seed in range(scaled(1000, least=300))}
+    orders: set[str] = set()
+    for seed in range(1000):
+        orders.add(run_one(_race, seed).result())
+        if len(orders) == 24:
+            break
     assert len(orders) == 24, "every order of four tasks should be found"
 
 
