@@ -13,12 +13,14 @@ import pytest
 from prometheus_client.core import GaugeMetricFamily
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from tests.rpc.servers import EchoServer
 
 import moored
 from moored.app import App, AppError, ComponentContext
 from moored.broker import MemorySource
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Reset, Transaction
+from moored.rpc import ChannelError
 from moored.service import Config
 from moored.testing import AppLeaked, running_app
 
@@ -269,6 +271,37 @@ async def test_a_pool_whose_server_is_killed_is_seen_and_comes_back() -> None:
             await app.ready(LIMIT)
             async with db.connection(timeout=LIMIT) as conn:
                 assert await (await conn.execute("select 1")).fetchone() == (1,)
+
+
+async def test_a_channel_outlives_its_server() -> None:
+    server = EchoServer()
+    app = new()
+    channel = app.channel(f"127.0.0.1:{server.port}", name="vectors")
+    # A stub may be made before the app has started.
+    echo = channel.unary_unary("/test.Echo/Echo")
+    with pytest.raises(ChannelError, match="its app does not run"):
+        echo(b"early")
+    try:
+        async with app, client(app) as asking, asyncio.timeout(LIMIT):
+            await until(app, "starting")
+            waiting = asyncio.ensure_future(echo(b"first", timeout=LIMIT))
+            await asyncio.to_thread(server.start)
+            assert await waiting == b"first"
+            await app.ready()
+            assert "generation 1 is connected" in app.explain("vectors")
+            await asyncio.to_thread(server.kill)
+            await until(app, "starting")
+            assert "vectors is starting" in (await asking.get("/v1/status")).json()["sentence"]
+            await asyncio.to_thread(server.start)
+            assert await echo(b"again", timeout=LIMIT) == b"again"
+            await app.ready()
+            status = (await asking.get("/v1/status")).json()
+            assert status["vectors"]["generation"] >= 2
+            assert "moored_rpc_" in (await asking.get("/metrics")).text
+    finally:
+        await asyncio.to_thread(server.kill)
+    with pytest.raises(ChannelError, match="its app does not run"):
+        echo(b"late")
 
 
 # -- inside other programs ---------------------------------------------------------------------

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from moored.reservoir import AsyncConnectionPool
     from moored.sessions import Sessions
 
+    from ._channel import AppChannel
+
 __all__ = ["App", "AppError"]
 
 
@@ -100,6 +102,28 @@ class App:
         pg = Postgres(url, recorder=self.recorder, **options)
         self._add(postgres_part(entry, pg))
         return pg
+
+    def channel(
+        self,
+        target: str,
+        *,
+        name: str = "channel",
+        required: bool = True,
+        after: Iterable[str] = (),
+        tls: bool = False,
+        **options: Any,
+    ) -> AppChannel:
+        """Add a gRPC channel, for stubs of `grpc.aio`, that outlives its server.
+
+        :param target: "host:port", or a URI for `ConnectionConfig.from_uri`.
+        :param options: `token`, `ca`, `channel_options` and the others of `from_uri`.
+        """
+        from ._channel import AppChannel, channel_part
+
+        entry = self._entry(name, required, after)
+        channel = AppChannel(target, tls, options)
+        self._add(channel_part(entry, channel, self.recorder))
+        return channel
 
     def sessions(
         self,

@@ -88,6 +88,15 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         deadline = self._deadline(timeout, self._policy.connect_timeout)
         return await self._obtain(config, dedicated, client, timeout, deadline)
 
+    def open_channel(self, config: ConnectionConfig, client: object) -> AsyncHandler:
+        """Return the channel to an endpoint at once, as `get_or_create` does when it is connected.
+
+        Until then, and while there is no connection, calls wait for it within their timeouts.
+        """
+        managed = self._find_or_open(config, dedicated=False, timeout=None)
+        managed.taken(client)
+        return managed.handler
+
     async def release(self, handler: AsyncHandler, client: object | None = None) -> None:
         """Return a channel; its other clients are not affected."""
         self._check(handler)
