@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
@@ -64,6 +65,9 @@ def resident() -> int:
 
 async def test_frozen_and_slow_clients_harm_no_other() -> None:
     count = scaled(2000, least=60)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < (needed := 2 * count + 1000):  # both ends of each connection are in this process
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(needed, hard), hard))
     source = MemorySource()
     broker = Broker(source, channels=["orders"], max_streams_per_tenant=5000)
     loop = asyncio.get_running_loop()
