@@ -111,7 +111,8 @@ def test_mistakes_of_the_broker_are_reported_before_the_start(
         load({}, {"MOORED_BROKER_SOURCE": "http://x"})
     config = load({}, {"MOORED_BROKER_JWT_ALGORITHM": "es256"})
     assert config.broker_jwt_algorithm == "ES256"
-    done = moored("serve", "--port", "0", **{**environ, "MOORED_BROKER_KEYS": str(tmp_path / "no")})
+    environ["MOORED_BROKER_KEYS"] = str(tmp_path / "missing")
+    done = moored("serve", "--port", "0", cwd=None, **environ)
     assert done.returncode == 2
     assert "the broker cannot start" in done.stderr
     assert "No such file" in done.stderr

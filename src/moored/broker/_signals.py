@@ -25,11 +25,11 @@ def drain_on_signals(broker: Broker, over: float = 5.0) -> Iterator[None]:
     well. A signal without a handler keeps its default effect. Call it in the main thread.
     """
     loop, tasks = asyncio.get_running_loop(), Tasks()
-    previous: dict[int, Any] = {}
+    previous: dict[signal.Signals, Any] = {}
 
     def begin(number: int, frame: FrameType | None) -> None:
         loop.call_soon_threadsafe(lambda: tasks.start(broker.drain(over)))
-        previous[number](number, frame)
+        previous[signal.Signals(number)](number, frame)
 
     for number in (signal.SIGTERM, signal.SIGINT):
         if callable(handler := signal.getsignal(number)):
