@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moored.postgres.snapshot._join import Chunk, CopyState, Part, Placed, Sight
+from moored.postgres.snapshot._join import ChangePart, Chunk, CopyState, Placed, Sight
 from moored.testing import Mutant, Sim, assert_caught, mutant, run_one, scaled, simulate
 
 from .world import KEYS, AtLeastOnce, Exact, SimulatedTable, write
@@ -39,7 +39,7 @@ def test_chunks_and_changes_add_up_to_the_table() -> None:
 
 def test_the_schedules_reach_every_case() -> None:
     saw: Counter[str] = Counter()
-    wanted = {f"{part.value} of a row" for part in Part} | {
+    wanted = {f"{part.value} of a row" for part in ChangePart} | {
         "a crash", "a chunk again", "begun again", "whole of truncate",
     }  # fmt: skip
     for seed in range(300):
@@ -82,12 +82,12 @@ def _overtakes(self: CopyState, xid: int, end: int) -> bool:
     return True
 
 
-def _by_new_key(self: CopyState, xid: int, end: int, old: Any, new: Any) -> Part | None:
+def _by_new_key(self: CopyState, xid: int, end: int, old: Any, new: Any) -> ChangePart | None:
     """An update of the key is delivered by its new key: the old row stays."""
     return _part(self, xid, end, None if new is not None else old, new)
 
 
-def _by_old_key(self: CopyState, xid: int, end: int, old: Any, new: Any) -> Part | None:
+def _by_old_key(self: CopyState, xid: int, end: int, old: Any, new: Any) -> ChangePart | None:
     """An update of the key is delivered by its old key: the new row is missing."""
     return _part(self, xid, end, old, None if old is not None else new)
 
@@ -105,7 +105,7 @@ def _early(self: CopyState, place: int | None, xid: int, end: int) -> bool:
 def _truncates_partly(self: CopyState, xid: int, end: int, changes: Any) -> Any:
     """TRUNCATE empties also the chunks that were copied after it."""
     placed = [each for each in changes if not each.truncate]
-    truncates = [(each.change, Part.WHOLE) for each in changes if each.truncate]
+    truncates = [(each.change, ChangePart.WHOLE) for each in changes if each.truncate]
     joined = _join(self, xid, end, placed)
     return joined._replace(kept=truncates + joined.kept)
 
@@ -171,6 +171,6 @@ def test_forgotten_chunks_get_every_later_change() -> None:
     assert state.forget(69) == state
     merged = state.forget(80)
     assert merged.bounds == [("9",)]
-    assert merged.join(8, 81, [Placed("x", 0, 0)]).kept == [("x", Part.WHOLE)]
+    assert merged.join(8, 81, [Placed("x", 0, 0)]).kept == [("x", ChangePart.WHOLE)]
     assert not merged.ready(8, 81)
     assert state.forget(80, most=1).bounds == [("5",), ("9",)]

@@ -13,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moored.postgres.snapshot._join import Chunk, CopyState, Part, Placed, Sight
+from moored.postgres.snapshot._join import ChangePart, Chunk, CopyState, Placed, Sight
 from moored.testing import Sim
 
 __all__ = ["KEYS", "AtLeastOnce", "Exact", "SimulatedTable", "write"]
@@ -194,15 +194,15 @@ class Exact:
         bounds = [int(bound) for (bound,) in self._state.bounds]
         return None if key is None else bisect.bisect_left(bounds, key)
 
-    def _apply(self, change: RowChange | str, part: Part) -> None:
+    def _apply(self, change: RowChange | str, part: ChangePart) -> None:
         self.saw[f"{part.value} of {'truncate' if isinstance(change, str) else 'a row'}"] += 1
         if isinstance(change, str):
             self.rows.clear()
             return
-        if change.old is not None and part is not Part.WRITE:
+        if change.old is not None and part is not ChangePart.WRITE:
             assert change.old in self.rows, "a row to be deleted or updated does not exist"
             del self.rows[change.old]
-        if change.new is not None and part is not Part.DELETE:
+        if change.new is not None and part is not ChangePart.DELETE:
             assert change.new not in self.rows, "a row to be inserted exists"
             self.rows[change.new] = change.value
 
@@ -256,11 +256,11 @@ class AtLeastOnce(Exact):
             # An acknowledged transaction includes the chunks that were delivered before it.
             self._acked, self._acknowledged = len(self._state.chunks), self._next
 
-    def _apply(self, change: RowChange | str, part: Part) -> None:
+    def _apply(self, change: RowChange | str, part: ChangePart) -> None:
         if isinstance(change, str):
             self.rows.clear()
             return
-        if change.old is not None and part is not Part.WRITE:
+        if change.old is not None and part is not ChangePart.WRITE:
             self.rows.pop(change.old, None)
-        if change.new is not None and part is not Part.DELETE:
+        if change.new is not None and part is not ChangePart.DELETE:
             self.rows[change.new] = change.value

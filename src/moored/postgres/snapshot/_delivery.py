@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..consume import Transaction
 from ..decode import UNCHANGED, Change, Delete, Emitted, Insert, Relation, Row, Truncate, Update
-from ._join import CopyState, Joined, Part, Placed
+from ._join import ChangePart, CopyState, Joined, Placed
 from ._position import CopyPosition
 from ._reader import TableReader
 from ._source import KeyValues
@@ -108,19 +108,24 @@ async def delivered(
             continue
         old, new = change.old, change.new
         moves = isinstance(change, Update) and old is not None
-        if moves and part is not Part.DELETE and new is not None and UNCHANGED in new.values():
+        if (
+            moves
+            and part is not ChangePart.DELETE
+            and new is not None
+            and UNCHANGED in new.values()
+        ):
             # The consumer may not have the row whose values the server did not send.
             key = reader.table.key_of(new, old)
             if key != reader.table.key_of(old or {}):
                 found, limit = await reader.current(txn.xid, [key])
                 state = state.stretched(limit)
-                if part is Part.WHOLE:
+                if part is ChangePart.WHOLE:
                     made.append(_change(Delete, change.relation, old, None))
                 made += [_change(Insert, change.relation, None, row) for row in found.values()]
                 continue
-        if part is Part.DELETE:
+        if part is ChangePart.DELETE:
             change = _change(Delete, change.relation, old, None)
-        elif part is Part.WRITE:
+        elif part is ChangePart.WRITE:
             change = _change(Insert, change.relation, None, new)
         made.append(change)
     return ([_only(reader, each) for each in made] if columns else made), state
@@ -171,9 +176,9 @@ async def _read_again(reader: TableReader, txn: Transaction, joined: Joined) -> 
             made.append(change)
             continue
         old, new = change.old, change.new
-        if old is not None and part is not Part.WRITE:
+        if old is not None and part is not ChangePart.WRITE:
             touched[reader.table.key_of(old)] = change.relation
-        if new is not None and part is not Part.DELETE:
+        if new is not None and part is not ChangePart.DELETE:
             touched[reader.table.key_of(new, old)] = change.relation
     if touched:
         found, _ = await reader.current(txn.xid, list(touched))

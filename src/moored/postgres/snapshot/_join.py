@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 
 from .._lsn import Lsn
 
-__all__ = ["Chunk", "CopyState", "Joined", "Key", "Part", "Placed", "Sight"]
+__all__ = ["ChangePart", "Chunk", "CopyState", "Joined", "Key", "Placed", "Sight"]
 
 #: The values of the key's columns, as the server writes them.
 Key = tuple[str, ...]
@@ -70,7 +70,7 @@ class Chunk(NamedTuple):
         return end <= self.limit and self.sight.sees(xid)
 
 
-class Part(Enum):
+class ChangePart(Enum):
     """Which part of a change is delivered."""
 
     WHOLE = "whole"
@@ -95,7 +95,7 @@ class Placed(NamedTuple):
 class Joined(NamedTuple):
     """The changes of a transaction that are delivered, in their order."""
 
-    kept: list[tuple[Any, Part]]
+    kept: list[tuple[Any, ChangePart]]
     #: The table was truncated between two chunks: the copy must begin again.
     begin_again: bool = False
 
@@ -148,21 +148,21 @@ class CopyState:
                 if any(lacking) and not all(lacking):
                     return Joined([], begin_again=True)
                 if any(lacking):
-                    kept.append((each.change, Part.WHOLE))
+                    kept.append((each.change, ChangePart.WHOLE))
                 continue
             if (part := self._part(xid, end, each.old, each.new)) is not None:
                 kept.append((each.change, part))
         return Joined(kept)
 
-    def _part(self, xid: int, end: int, old: int | None, new: int | None) -> Part | None:
+    def _part(self, xid: int, end: int, old: int | None, new: int | None) -> ChangePart | None:
         if old is None or new is None or old == new:
             place = old if new is None else new
             # Without any key, it is not a change of a row.
-            return Part.WHOLE if place is None or self.lacks(place, xid, end) else None
+            return ChangePart.WHOLE if place is None or self.lacks(place, xid, end) else None
         gone, written = self.lacks(old, xid, end), self.lacks(new, xid, end)
         if gone and written:
-            return Part.WHOLE
-        return Part.DELETE if gone else Part.WRITE if written else None
+            return ChangePart.WHOLE
+        return ChangePart.DELETE if gone else ChangePart.WRITE if written else None
 
     def forget(self, lsn: int, most: int | None = None) -> CopyState:
         """Merge the first chunks whose limit the consumer has passed: later changes are after them.

@@ -31,7 +31,7 @@ from ..server import _admin
 from ._join import Chunk, Key, Sight
 from ._source import DISPLAY, MARKER, KeyValues, SourceTable, describe_table, writers
 
-__all__ = ["ColumnsChanged", "Pieces", "TableReader", "View", "end_task"]
+__all__ = ["ColumnsChanged", "Pieces", "TableReader", "TableView", "end_task"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -54,7 +54,7 @@ class ColumnsChanged(PostgresError):
     """The columns of a table were changed between two chunks: the copy must begin again."""
 
 
-class View(NamedTuple):
+class TableView(NamedTuple):
     """An open transaction that reads one snapshot."""
 
     conn: Connection
@@ -64,7 +64,7 @@ class View(NamedTuple):
     limit: int
 
 
-Pieces = Callable[[View, Key | None, Key | None], AsyncGenerator[T, None]]
+Pieces = Callable[[TableView, Key | None, Key | None], AsyncGenerator[T, None]]
 
 
 class TableReader:
@@ -165,7 +165,7 @@ class TableReader:
     # -- chunks ----------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def view(self, *, altered: bool = False) -> AsyncIterator[View]:
+    async def view(self, *, altered: bool = False) -> AsyncIterator[TableView]:
         """Open a transaction with one snapshot.
 
         :param altered: accept that the columns of the table were changed.
@@ -190,9 +190,9 @@ class TableReader:
                     f"the table {table.qualified} was altered while it was copied: rows that were "
                     "copied before may lack the values of new columns"
                 )
-            yield View(conn, table, Sight.parse(sight), Lsn.parse(limit))
+            yield TableView(conn, table, Sight.parse(sight), Lsn.parse(limit))
 
-    async def bound(self, view: View, after: Key | None) -> Key | None:
+    async def bound(self, view: TableView, after: Key | None) -> Key | None:
         """Return the last key of the next chunk; None for the last chunk."""
         if not self.table.key:
             return None
@@ -201,7 +201,7 @@ class TableReader:
         return None if row is None else tuple(row)
 
     async def rows(
-        self, view: View, after: Key | None, through: Key | None
+        self, view: TableView, after: Key | None, through: Key | None
     ) -> AsyncGenerator[pq.abc.PGresult, None]:
         """Yield the rows of a range of keys, as results of queries."""
         query = self.table.select(after, through)
@@ -237,7 +237,7 @@ class TableReader:
                 yield lenient.load_rows(first, last, make)
 
     async def blocks(
-        self, view: View, after: Key | None, through: Key | None
+        self, view: TableView, after: Key | None, through: Key | None
     ) -> AsyncGenerator[bytes, None]:
         """Yield the rows of a range of keys as COPY writes them in text format."""
         query = psycopg.sql.SQL("COPY ({}) TO STDOUT").format(self.table.select(after, through))
