@@ -285,7 +285,7 @@ async def test_idle_connections_dropped_by_a_firewall_are_replaced(
             shell, lambda: ways[-1], max_size=6, check_idle=0.05, endpoint=f"net-{shell}"
         ) as rig:
             await rig.full()
-            rig.pool._ping_timeout = 3.0
+            rig.pool._ping_timeout = 5.0
             await _let_them_be_idle(rig)
             gate.black_hole()
             ways.append(other.url(postgres.url))
@@ -293,10 +293,10 @@ async def test_idle_connections_dropped_by_a_firewall_are_replaced(
             with pytest.raises(PoolTimeout):
                 # One who cannot wait that long for a sign of life does not.
                 await rig.ask(timeout=0.2)
-            assert rig.now.discards == {}
+            assert time.monotonic() - began < 4.5
             assert await rig.ask() == 1
             # Not one after the other: the first that gave no sign of life made the rest suspicious.
-            assert time.monotonic() - began < 6 * 3.0
+            assert time.monotonic() - began < 3 * 5.0
             assert await asyncio.gather(*(rig.ask() for _ in range(12))) == [1] * 12
             await rig.full(births=12)
             assert rig.now.discards == {"failed_check": 6}

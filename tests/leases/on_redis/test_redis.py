@@ -97,7 +97,7 @@ async def test_a_clock_that_was_set_back_does_not_block_a_rate_limit(
     assert granted == 0
     assert 0 < wait <= 0.5
     await asyncio.sleep(wait)
-    assert (await store.take("connects", rate=2.0, burst=4, tokens=4)).granted == 1
+    assert (await store.take("connects", rate=2.0, burst=4, tokens=4)).granted >= 1
 
 
 async def test_a_clock_that_was_set_back_does_not_prolong_a_lease(
