@@ -2,7 +2,7 @@
 
 Run it with a database: `DATABASE_URL=postgresql://… uvicorn orders_service:api`, then open
 http://127.0.0.1:8000/moored/ for the page, or `curl -H 'Authorization: Bearer key-of-acme'
-http://127.0.0.1:8000/live/v1/subscribe` for the live events of a tenant.
+http://127.0.0.1:8000/moored/v1/subscribe` for the live events of a tenant.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 import moored
 from moored.app import ComponentContext
-from moored.broker import ApiKeys, BrokerApp
+from moored.broker import ApiKeys
 from moored.postgres import Reset, Transaction
 
 URL = os.environ["DATABASE_URL"]
@@ -39,7 +39,9 @@ async def schema(ctx: ComponentContext) -> None:
     await pg.outbox.capture("orders", tenant_column="org_id")
 
 
-live = app.broker(pg, channels=["orders"], after=["schema"])
+live = app.broker(
+    pg, channels=["orders"], after=["schema"], authenticate=ApiKeys({"key-of-acme": ACME})
+)
 
 
 @app.consumer(pg, "search", tables=["orders"], after=["schema"])
@@ -71,7 +73,6 @@ async def lifespan(api: FastAPI) -> AsyncIterator[None]:
 
 api = FastAPI(lifespan=lifespan)
 api.mount("/moored", app.asgi)
-api.mount("/live", BrokerApp(live, ApiKeys({"key-of-acme": ACME})))
 
 
 @api.post("/orders/{number}")

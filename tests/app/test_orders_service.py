@@ -95,7 +95,7 @@ async def test_every_part_is_shown_and_requests_in_flight_survive_a_stop(
     orders: OrdersService,
 ) -> None:
     async with running(orders) as asking:
-        stream = f"{orders.base}/live/v1/subscribe"
+        stream = f"{orders.base}/moored/v1/subscribe"
         async with aclosing(follow(stream, token="key-of-acme")) as events:
             first = asyncio.ensure_future(anext(events))
             status = {"broker": {"subscribers": 0}}

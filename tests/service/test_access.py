@@ -85,7 +85,7 @@ async def test_a_browser_gets_a_form_and_then_a_session() -> None:
         assert "set-cookie" not in wrong.headers
 
         right = await asking.post("/login", data={"token": TOKEN})
-        assert (right.status_code, right.headers["location"]) == (303, "/")
+        assert (right.status_code, right.headers["location"]) == (303, "./")
         cookie = right.headers["set-cookie"]
         assert "HttpOnly" in cookie
         assert "SameSite=strict" in cookie

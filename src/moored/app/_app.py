@@ -14,7 +14,7 @@ from ._component import Handle, Run, component_part, consumer_part
 from ._parts import PartEntry
 
 if TYPE_CHECKING:
-    from moored.broker import Broker
+    from moored.broker import Authenticator, Broker
     from moored.postgres import Postgres
     from moored.reservoir import AsyncConnectionPool
     from moored.sessions import Sessions
@@ -150,20 +150,26 @@ class App:
         name: str = "broker",
         required: bool = False,
         after: Iterable[str] = (),
+        authenticate: Authenticator | None = None,
+        origins: Iterable[str] = (),
         **options: Any,
     ) -> Broker:
         """Add a broker of live events; `options` are those of `Broker`.
 
         :param source: a Postgres of this app, for the events of its outbox, or an `EventSource`.
+        :param authenticate: serve the streams at `v1/subscribe` of this app, to clients with these
+            tokens; without it, mount a `BrokerApp` where you like.
+        :param origins: the origins of pages that may open streams (CORS).
         """
-        from moored.broker import Broker
+        from moored.broker import Broker, BrokerApp
 
         from ._systems import broker_part, source_options
 
         entry = self._entry(name, required, after)
         given = {**source_options(source), **options}
         broker = Broker(name=entry.name, recorder=self.recorder, **given)
-        self._add(broker_part(entry, broker))
+        served = authenticate and BrokerApp(broker, authenticate, origins=origins)
+        self._add(broker_part(entry, broker, served))
         return broker
 
     @overload

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,6 +90,7 @@ def system_part(
     *,
     collector: Callable[[], Collector],
     early: bool = False,
+    before_stop: Callable[[], Awaitable[None]] | None = None,
     **more: Any,
 ) -> Part:
     """Return a part that keeps one system open, and reports its health.
@@ -98,10 +99,13 @@ def system_part(
     :param running: returns an async context manager that opens and closes the system.
     :param judge: returns the health of the open system, with the reason.
     :param early: whether the next part starts before this system is open.
+    :param before_stop: awaited before HTTP and the parts are stopped.
     """
 
     def build(wiring: Wiring) -> Sequence[Child]:
         wiring.collectors.append(collector())
+        if before_stop is not None:
+            wiring.before_stop.append(before_stop)
 
         async def run(ctx: Context) -> None:
             await entry.begin(ctx, wiring)

@@ -9,19 +9,21 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
-from moored.broker import Broker
+from moored.broker import Broker, BrokerApp
 from moored.broker.postgres import OutboxEvents
 from moored.broker.prometheus import BrokerCollector
 from moored.kernel import Child, Context, Tree, counted, describe
 from moored.postgres import ConfigurationError, Postgres
 from moored.reservoir import AsyncConnectionPool
 from moored.reservoir.prometheus import ReservoirCollector
-from moored.service import Part, ServiceError, ShownPostgres, Wiring
+from moored.service import BROKER_PATHS, Part, ServiceError, ShownPostgres, Wiring
 from moored.sessions import Sessions
 from moored.sessions.prometheus import SessionsCollector
 
 from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
 
+#: Seconds within which the streams end, one by one, before HTTP stops.
+DRAIN = 2.0
 #: Sessions in the tree: there may be thousands.
 SHOWN_SESSIONS = 20
 
@@ -123,25 +125,27 @@ def source_options(source: Any) -> dict[str, Any]:
     return {"source": events, "replay": events}
 
 
-def broker_part(entry: PartEntry, broker: Broker) -> Part:
-    """Return a part that feeds a broker."""
+def broker_part(entry: PartEntry, broker: Broker, app: BrokerApp | None) -> Part:
+    """Return a part that feeds a broker, and serves its streams if it has an app."""
 
     def judge() -> Judgement:
         now = broker.status()
         if now["state"] == "off":
             return "active", "it has no source: streams are refused"
         if not now["up"]:
-            return "starting", now["last_error"] or "the source has not begun yet"
+            return "degraded", now["last_error"] or "the source has not begun yet"
         return "active", counted(now["subscribers"], "subscriber")
 
     return system_part(
         entry,
         "broker",
         lambda: broker,
-        Shown(broker.status, lambda: f"{judge()[0]}\n  because  {judge()[1]}"),
+        Shown(broker.status, lambda: "{}\n  because  {}".format(*judge()), broker.tree),
         judge,
         collector=lambda: BrokerCollector(broker),
         early=True,
+        before_stop=lambda: broker.drain(over=DRAIN),
+        public={} if app is None else dict.fromkeys(BROKER_PATHS, app),
     )
 
 

@@ -16,6 +16,7 @@ with extra("service", "moored.service"):
     import structlog as _structlog  # noqa: F401
     import uvicorn as _uvicorn  # noqa: F401
 
+from ._broker_part import BROKER_PATHS
 from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
 from ._config_file import load_config
 from ._database import data_dir_of, state_dir_of
@@ -32,6 +33,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Service",
     "serve",
     # Parts
+    "BROKER_PATHS",
     "HTTP",
     "Part",
     "ShownPostgres",

@@ -35,11 +35,11 @@ from ._errors import ServiceError
 from ._health import Status
 from ._part import Part, Wiring
 
-__all__ = ["broker_parts"]
+__all__ = ["BROKER_PATHS", "broker_parts"]
 
 NAME = "broker"
 READY = "broker_ready"
-PATHS = ("/v1/subscribe", "/v1/subscribe.js", "/v1/tickets")
+BROKER_PATHS = ("/v1/subscribe", "/v1/subscribe.js", "/v1/tickets")
 #: Seconds between two looks at the source.
 LOOK = 0.5
 #: Seconds within which the streams end, one by one, before HTTP stops.
@@ -53,7 +53,7 @@ def broker_parts(config: Config) -> Iterator[Part]:
 
         def build(wiring: Wiring) -> Sequence[Child]:
             live = LiveEvents(config, wiring)
-            public.update(dict.fromkeys(PATHS, live.app))
+            public.update(dict.fromkeys(BROKER_PATHS, live.app))
             wiring.collectors.append(BrokerCollector(live.broker))
             wiring.before_stop.append(lambda: live.broker.drain(over=DRAIN))
             return [Child("streams", live.run)]

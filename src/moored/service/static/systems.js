@@ -197,7 +197,7 @@ function plain(place, it) {
     .map(([name, value]) => fact(name.replaceAll("_", " "), String(value)));
 }
 
-const SYSTEMS = { pool, manager, broker, sessions };
+const SYSTEMS = { pool, manager, broker, streams: broker, sessions };
 
 function system(place, kind, it) {
   if (it.error) return [fact("broken", it.error)];
