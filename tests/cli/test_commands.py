@@ -108,6 +108,24 @@ def test_slots_are_listed_and_dropped(postgres_url: str, bare: Path, capsys: Out
     assert name not in capsys.readouterr().out
 
 
+def test_snapshot_writes_a_table_as_copy_does(
+    postgres_url: str, bare: Path, capsys: Output
+) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("create table wares (id int primary key, name text, price int)")
+        conn.execute(
+            "insert into wares select n, 'ware ' || n, n % 7 from generate_series(1, 99) n"
+        )
+    target = bare / "wares.tsv"
+    wanted = ["--database-url", postgres_url, "--where", "price < 5", "--column", "name"]
+    assert main(["snapshot", "wares", *wanted, "--chunk-rows", "10", "-o", str(target)]) == 0
+    assert "wares: 71 rows in " in capsys.readouterr().err
+    rows = [line.split("\t") for line in target.read_text().splitlines()]
+    assert rows == [[str(n), f"ware {n}"] for n in range(1, 100) if n % 7 < 5]
+    assert main(["snapshot", "nothing", "--database-url", postgres_url]) == 2
+    assert "nothing" in capsys.readouterr().err
+
+
 def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: Output) -> None:
     assert main(["explain", "postgres", "--url", service.url]) == 0
     name, state, cause, so = capsys.readouterr().out.splitlines()

@@ -104,7 +104,10 @@ async def test_channels_change_while_notifications_flow(direct: str) -> None:
             flowing = asyncio.create_task(flow())
             for number in range(10):
                 await events.listen("c")
-                await listener.notify("c", str(number))
+                async with listener.subscribe("c") as witness:
+                    await listener.notify("c", str(number))
+                    # The server sends no notification that it has not sent before an UNLISTEN.
+                    await next_event(witness)
                 await events.unlisten("c")
             await flowing
             await listener.notify("b", "end")

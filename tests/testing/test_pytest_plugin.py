@@ -77,4 +77,4 @@ def test_the_plugin_does_not_import_the_simulator() -> None:
     output = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    assert output.strip() == "['moored.testing', 'moored.testing.plugin']"
+    assert output.strip() == "['moored._version', 'moored.testing', 'moored.testing.plugin']"

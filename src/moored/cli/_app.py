@@ -28,7 +28,7 @@ from moored.service import (
 )
 from moored.service import serve as run_service
 
-from . import _doctor, _leases, _outbox, _show, _slots, _target
+from . import _doctor, _leases, _outbox, _show, _slots, _snapshot, _target
 from ._client import Client, CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable
 
@@ -49,6 +49,7 @@ app = typer.Typer(
 app.add_typer(_leases.app)
 app.add_typer(_outbox.app)
 app.add_typer(_slots.app)
+app.command()(_snapshot.snapshot)
 app.command()(_doctor.doctor)
 
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
+from weakref import WeakSet
 
 import psycopg
 
@@ -174,6 +175,7 @@ class Postgres:
         #: The last events, the oldest first.
         self.last_events = stack.events.last
         self._in_use = 0
+        self._meters: WeakSet[CopyMeter] = WeakSet()
         self._tasks = Tasks()
         self._restarter = Restarter(
             self._connection_child,
@@ -422,7 +424,7 @@ class Postgres:
         return Snapshot(
             reader,
             lambda: self._hub.history,
-            CopyMeter(self._stack.events.emit, self.clock),
+            self._new_meter(),
             consistent=consistent,
             start=CopyPosition.parse(start) if isinstance(start, str) else start,
         )
@@ -464,12 +466,17 @@ class Postgres:
             self._hub,
             self._saved_copies,
             reader,
-            CopyMeter(self._stack.events.emit, self.clock),
+            self._new_meter(),
             where=where is not None,
             columns=columns is not None,
             begin_again=begin_again,
             start=start,
         )
+
+    def _new_meter(self) -> CopyMeter:
+        meter = CopyMeter(self._stack.events.emit, self.clock)
+        self._meters.add(meter)
+        return meter
 
     def _reader(
         self,
@@ -638,9 +645,13 @@ class Postgres:
             restarts=self._restarts,
         )
         parts = {"listener": self._listener, "outbox": self._outbox}
+        copies = {each.name: each.progress.as_dict() for each in self._meters if each.running}
         return found | {
-            name: None if each is None or not each.is_open else each.statistics()
-            for name, each in parts.items()
+            **{
+                name: None if each is None or not each.is_open else each.statistics()
+                for name, each in parts.items()
+            },
+            "copies": copies,
         }
 
     def explain(self) -> str:

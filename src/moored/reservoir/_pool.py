@@ -9,6 +9,7 @@ await block instead, and `run_sync` runs the coroutine to its end.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
@@ -591,8 +592,10 @@ class Pool(Generic[C]):
                 return False
             state = self._state_of(conn, settled=True)
         if state is not DriverState.IDLE:
-            # A closed pool closes every connection anyway: that deserves no warning.
-            level = logging.INFO if self.closed else logging.WARNING
+            # A closed pool closes every connection anyway, and a caller that is cancelled may have
+            # cut its connection: that deserves no warning.
+            expected = self.closed or isinstance(doubt, asyncio.CancelledError)
+            level = logging.INFO if expected else logging.WARNING
             log.log(level, "%s: closing a connection that came back %s", self.name, state.value)
             return False
         if doubt is not None and driver.needs_ping(conn, doubt):

@@ -67,6 +67,10 @@ class CopyProgress(NamedTuple):
             return None
         return max(self.estimated - self.rows, 0) / self.rate
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the progress as plain data for JSON."""
+        return {**self._asdict(), "rate": self.rate, "seconds_left": self.seconds_left}
+
     def __str__(self) -> str:
         total = f" of about {max(self.estimated, self.rows):,}" if not self.complete else ""
         left = self.seconds_left

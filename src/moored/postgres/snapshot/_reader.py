@@ -9,7 +9,6 @@ from collections.abc import (
     AsyncIterator,
     Awaitable,
     Callable,
-    Generator,
     Iterator,
     Sequence,
 )
@@ -20,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import psycopg
 from psycopg import pq
 from psycopg.adapt import Transformer
-from psycopg.waiting import Wait
 
 from moored.kernel import Backoff, WaitTimeout, describe
 
@@ -28,6 +26,7 @@ from .._errors import PostgresError
 from .._lsn import Lsn
 from ..decode import Row, Types
 from ..server import _admin
+from ._copy_out import BLOCK_ROWS, copy_blocks
 from ._join import Chunk, Key, Sight
 from ._source import DISPLAY, MARKER, KeyValues, SourceTable, describe_table, writers
 
@@ -35,10 +34,8 @@ __all__ = ["ColumnsChanged", "Pieces", "TableReader", "TableView", "end_task"]
 
 log = logging.getLogger("moored.postgres")
 
-#: Rows that are converted at once, and rows of a block of COPY data, before other tasks run.
-AT_ONCE, BLOCK_ROWS = 1000, 2000
-#: How long COPY data may accumulate before it is read, in seconds.
-NAP = 0.0005
+#: Rows that are converted at once, before other tasks run.
+AT_ONCE = 1000
 #: How often the writers of a table are looked at, and after how long they are reported, in seconds.
 WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
 #: The first and the longest wait before a chunk is read again after a failure, in seconds.
@@ -241,31 +238,20 @@ class TableReader:
     ) -> AsyncGenerator[bytes, None]:
         """Yield the rows of a range of keys as COPY writes them in text format."""
         query = psycopg.sql.SQL("COPY ({}) TO STDOUT").format(self.table.select(after, through))
-        pgconn = view.conn.pgconn
-        async with view.conn.cursor() as cursor, cursor.copy(query):
-            # psycopg's read() takes longer for a row than the server.
-            take, parts, length = pgconn.get_copy_data, list[Any](), 1
-            while length >= 0:
-                read = False
-                while len(parts) < BLOCK_ROWS:
-                    length, data = take(1)
-                    if length > 0:
-                        parts.append(data)
-                        read = False
-                    elif length == 0 and not read:
-                        pgconn.consume_input()  # the socket may have more than libpq has read
-                        read = True
-                    else:
-                        break
-                if length < 0:
-                    await _finish(view.conn)
-                elif length == 0:
-                    # Let data accumulate: to wake up for each packet would slow the server.
-                    await asyncio.sleep(NAP)
-                    await view.conn.wait(_read_more(pgconn))
-                if len(parts) >= BLOCK_ROWS or (length < 0 and parts):
+        if not view.conn.pgconn.ssl_in_use:
+            async with aclosing(copy_blocks(view.conn, query.as_bytes(view.conn))) as blocks:
+                async for block in blocks:
+                    yield block
+            return
+        async with view.conn.cursor() as cursor, cursor.copy(query) as copy:
+            parts: list[Any] = []
+            async for row in copy:
+                parts.append(row)
+                if len(parts) >= BLOCK_ROWS:
                     yield b"".join(parts)
                     parts.clear()
+            if parts:
+                yield b"".join(parts)
 
     # -- keys ------------------------------------------------------------------------------------
 
@@ -342,24 +328,6 @@ def _row_maker(names: tuple[str, ...]) -> Callable[[Sequence[Any]], Row]:
     pairs = ", ".join(f"{name!r}: v[{place}]" for place, name in enumerate(names))
     make: Callable[[Sequence[Any]], Row] = eval(f"lambda v: {{{pairs}}}")
     return make
-
-
-def _read_more(pgconn: pq.abc.PGconn) -> Generator[Wait, Any, None]:
-    yield Wait.R
-    pgconn.consume_input()
-
-
-async def _finish(conn: Connection) -> None:
-    """Read the end of a COPY, and raise the server's error if it has failed."""
-    pgconn = conn.pgconn
-    while True:
-        while pgconn.is_busy():
-            await conn.wait(_read_more(pgconn))
-        result = pgconn.get_result()
-        if result is None:
-            return
-        if result.status == pq.ExecStatus.FATAL_ERROR:
-            raise psycopg.errors.error_from_result(result)
 
 
 async def end_task(task: asyncio.Task[Any] | None) -> None:

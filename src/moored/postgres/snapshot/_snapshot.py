@@ -31,28 +31,34 @@ class CopyMeter:
     def __init__(self, emit: Callable[[str, str], None], clock: Clock) -> None:
         self._emit = emit
         self._now = clock.monotonic
-        self._name = ""
+        #: The table, once the copy has begun.
+        self.name = ""
         self._rows = self._estimated = 0
         self._ended: float | None = None
         self._began = self._reported = self._now()
 
     def begin(self, name: str, estimated: int, how: str) -> None:
         """Begin a copy."""
-        self._name, self._estimated, self._rows, self._ended = name, estimated, 0, None
+        self.name, self._estimated, self._rows, self._ended = name, estimated, 0, None
         self._began = self._reported = self._now()
         self._emit("snapshot_started", f"{name}, about {estimated:,} rows, {how}")
+
+    @property
+    def running(self) -> bool:
+        """Whether a copy has begun, and not ended."""
+        return bool(self.name) and self._ended is None
 
     def count(self, rows: int) -> None:
         """Count rows."""
         self._rows += rows
         if self._now() - self._reported > REPORT_EVERY:
             self._reported = self._now()
-            self._emit("snapshot_progress", f"{self._name}, {self.progress}")
+            self._emit("snapshot_progress", f"{self.name}, {self.progress}")
 
     def end(self) -> None:
         """Record that the copy is complete."""
         self._ended = self._now()
-        self._emit("snapshot_finished", f"{self._name}, {self.progress}")
+        self._emit("snapshot_finished", f"{self.name}, {self.progress}")
 
     @property
     def progress(self) -> CopyProgress:

@@ -76,6 +76,16 @@ function overTime(place, name, value, { counter = false, show = (number) => Stri
 
 // -- gauges ----------------------------------------------------------------------------------------
 
+function progress(label, done, all, text) {
+  const item = make("li", "gauge");
+  const bar = make("progress", "progress");
+  bar.value = done;
+  bar.max = Math.max(all, 1);
+  bar.setAttribute("aria-label", label);
+  item.append(make("span", "name", label), bar, make("span", "detail", `${done} of about ${all}, ${text}`));
+  return item;
+}
+
 function gauge(label, used, ready, most) {
   const item = make("li", "gauge");
   const bar = make("div", "meter");
@@ -155,6 +165,10 @@ function manager(place, it) {
   if (it.lag) facts.push(overTime(place, "lag", it.lag.bytes, { show: (number) => `${bytes(number)}, ${duration(it.lag.seconds)}` }));
   if (it.slot.retained !== null) facts.push(overTime(place, "retained log", it.slot.retained, { show: bytes }));
   facts.push(overTime(place, "transactions", it.transactions, { counter: true }));
+  for (const [table, each] of Object.entries(it.copies)) {
+    const left = each.seconds_left === null ? "" : `, ${duration(each.seconds_left)} left`;
+    facts.push(progress(`copy of ${table}`, each.rows, Math.max(each.estimated, each.rows), `${Math.round(each.rate)} rows/s${left}`));
+  }
   for (const [role, each] of Object.entries(it.pools)) {
     const numbers = `${each.connected} of ${each.max_size}, ${each.in_use} in use, ${each.waiting} waiting`;
     facts.push(fact(`${role} pool`, numbers, each.state));
