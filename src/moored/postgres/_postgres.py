@@ -406,7 +406,7 @@ class Postgres:
         *,
         where: str | None = None,
         columns: Sequence[str] | None = None,
-        chunk_rows: int = 50_000,
+        chunk_rows: int = 100_000,
         consistent: bool = False,
         start: CopyPosition | str | None = None,
     ) -> Snapshot:

@@ -20,17 +20,20 @@ from psycopg.waiting import Wait
 
 from .._errors import DecodeError
 
-__all__ = ["CopyRows", "copy_blocks", "finish", "read_more"]
+__all__ = ["BLOCK_BYTES", "CopyRows", "copy_blocks", "finish", "read_more"]
 
 #: Bytes that are read at once.
 CHUNK = 1 << 20
-#: Rows of a block, at least, unless it is the last one.
-BLOCK_ROWS = 2000
+#: Bytes of a block, at least, unless it is the last one.
+BLOCK_BYTES = 1 << 17
 #: How long data may accumulate before it is read, in seconds.
-NAP = 0.0005
+NAP = 0.0002
 
 _head = struct.Struct("!BI")
 _DATA, _DONE, _ERROR = b"dcE"
+#: The beginning of a row of less than 64 KiB, without its length, also after another row.
+_SHORT = b"d\0\0"
+_NEXT = b"\n" + _SHORT
 #: The head of the response, notices, parameters and notifications: not needed.
 _OTHERS = b"HcNSA"
 
@@ -41,6 +44,7 @@ class CopyRows:
     def __init__(self) -> None:
         #: The rows, in one or more parts each.
         self.parts: list[bytes] = []
+        self.size = 0
         #: Whether the rows have ended, or the server has reported an error.
         self.ended = False
         #: The bytes of the last row that have not arrived yet.
@@ -48,20 +52,25 @@ class CopyRows:
 
     def take(self, data: bytes) -> int:
         """Add the rows; return how many of these bytes are not needed any more."""
-        at = 0
-        if self.missing:
-            at = min(self.missing, len(data))
-            self.parts.append(data[:at])
+        at, length, quick = min(self.missing, len(data)), len(data), True
+        if at:
+            self._add(data[:at])
             self.missing -= at
-        append, head, length = self.parts.append, _head.unpack_from, len(data)
         while at <= length - 5:
-            kind, size = head(data, at)
+            if quick and data.startswith(_SHORT, at):
+                after = self._take_short(data, at)
+                quick, at = after > at, after
+                continue
+            kind, size = _head.unpack_from(data, at)
             end: int = at + 1 + size
-            if kind == _DATA:
-                append(data[at + 5 : end])
-            elif kind == _ERROR:
+            if kind == _ERROR:
                 self.ended = True
                 return at  # libpq raises it
+            if kind == _DATA:
+                self._add(data[at + 5 : end])
+                if end > length:
+                    self.missing = end - length
+                    return length
             elif kind not in _OTHERS:
                 raise DecodeError(
                     "the connection is encrypted by GSSAPI, or not a PostgreSQL's: set "
@@ -69,14 +78,39 @@ class CopyRows:
                 )
             elif end > length:
                 return at
-            if end > length:
-                self.missing = end - length
-                return length
             at = end
             if kind == _DONE:
                 self.ended = True
                 return at
         return at
+
+    def _take_short(self, data: bytes, at: int) -> int:
+        """Add all rows but the last, which may be incomplete; return where the last one begins.
+
+        A row in text format has a newline at its end and nowhere else, and no zero byte. So all
+        rows of less than 64 KiB are split at once, which takes a fifth of the time.
+        """
+        end = data.rfind(_NEXT, at) + 1
+        if end <= at:
+            return at
+        rows = data[at + len(_SHORT) : end - 1].split(_NEXT)
+        found = b"\n".join([row[2:] for row in rows])
+        if b"\0" in found:  # a notice, or a long row
+            return at
+        self._add(found)
+        self._add(b"\n")
+        return end
+
+    def _add(self, part: bytes) -> None:
+        self.parts.append(part)
+        self.size += len(part)
+
+    def block(self) -> bytes:
+        """Return the rows, and forget them."""
+        found = b"".join(self.parts)
+        self.parts.clear()
+        self.size = 0
+        return found
 
 
 async def copy_blocks(
@@ -95,16 +129,15 @@ async def copy_blocks(
                     line.recv(taken)
                     if not taken and not rows.ended:
                         await asyncio.sleep(NAP)  # the head of a message is incomplete
-                    if len(rows.parts) >= BLOCK_ROWS and not rows.missing:
-                        yield b"".join(rows.parts)
-                        rows.parts.clear()
+                    if rows.size >= BLOCK_BYTES and not rows.missing:
+                        yield rows.block()
             await finish(conn)
         except BaseException:
             if pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
                 pgconn.finish()
             raise
     if rows.parts:
-        yield b"".join(rows.parts)
+        yield rows.block()
 
 
 async def _peek(conn: psycopg.AsyncConnection[Any], line: socket.socket) -> bytes:

@@ -26,7 +26,7 @@ from .._errors import PostgresError
 from .._lsn import Lsn
 from ..decode import Row, Types
 from ..server import _admin
-from ._copy_out import BLOCK_ROWS, copy_blocks
+from ._copy_out import BLOCK_BYTES, copy_blocks
 from ._join import Chunk, Key, Sight
 from ._source import DISPLAY, MARKER, KeyValues, SourceTable, describe_table, writers
 
@@ -244,14 +244,14 @@ class TableReader:
                     yield block
             return
         async with view.conn.cursor() as cursor, cursor.copy(query) as copy:
-            parts: list[Any] = []
+            rows = bytearray()
             async for row in copy:
-                parts.append(row)
-                if len(parts) >= BLOCK_ROWS:
-                    yield b"".join(parts)
-                    parts.clear()
-            if parts:
-                yield b"".join(parts)
+                rows += row
+                if len(rows) >= BLOCK_BYTES:
+                    yield bytes(rows)
+                    rows.clear()
+            if rows:
+                yield bytes(rows)
 
     # -- keys ------------------------------------------------------------------------------------
 
