@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from moored.kernel import in_thread
+from moored.kernel import LoopThread, in_thread
 from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
 
 from .servers import EchoServer
@@ -34,8 +35,12 @@ class Threads:
         return answer
 
     async def run(self, function: Any, *given: Any, **named: Any) -> Any:
-        """Run a function that may block."""
-        return await _in_a_thread(function, *given, **named)
+        """Run a function that may block, and wait until its changes are made, on the loop."""
+        answer = await _in_a_thread(function, *given, **named)
+        while self.manager._scheduled:
+            # What is submitted later runs later.
+            await asyncio.wrap_future(LoopThread.shared().submit(asyncio.sleep(0)))
+        return answer
 
     async def handle_error(self, channel: Any, error: BaseException) -> bool:
         return bool(await _in_a_thread(self.manager.handle_error, channel, error, LIMIT))
