@@ -495,12 +495,17 @@ def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoServer) 
     tracemalloc.start()
     try:
         files, threads, memory = cycle(10)
-        later_files, later_threads, later_memory = cycle(200)
+        grown = []
+        # Something else in this process may allocate once; a leak grows in every round.
+        while len(grown) < 3 and (not grown or grown[-1] > 100_000):
+            later_files, later_threads, later_memory = cycle(100)
+            grown.append(later_memory - memory)
+            memory = later_memory
     finally:
         tracemalloc.stop()
     assert later_files <= files + 3
     assert later_threads <= threads + 2
-    assert later_memory <= memory + 200_000
+    assert grown[-1] <= 100_000, grown
 
 
 # -- around a fork ---------------------------------------------------------------------------------
