@@ -495,7 +495,7 @@ def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoServer) 
     tracemalloc.start()
     try:
         files, threads, memory = cycle(10)
-        grown = []
+        grown: list[int] = []
         # Something else in this process may allocate once; a leak grows in every round.
         while len(grown) < 3 and (not grown or grown[-1] > 100_000):
             later_files, later_threads, later_memory = cycle(100)
