@@ -90,7 +90,7 @@ class AppChannel(grpc.aio.Channel):  # type: ignore[misc]
 
 
 async def _keep_connected(manager: AsyncConnectionManager, handler: AsyncHandler) -> None:
-    """Report each loss of the connection, also while nobody calls: the manager reconnects."""
+    """Report a lost connection to the manager, which reconnects, even if no call is made."""
     lost = grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(*lost, details="the connection was lost")
     while True:

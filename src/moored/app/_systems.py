@@ -16,14 +16,20 @@ from moored.kernel import Child, Context, Tree, counted, describe
 from moored.postgres import ConfigurationError, Postgres
 from moored.reservoir import AsyncConnectionPool
 from moored.reservoir.prometheus import ReservoirCollector
-from moored.service import BROKER_PATHS, Part, ServiceError, ShownPostgres, Wiring
+from moored.service import (
+    BROKER_PATHS,
+    DRAIN,
+    Part,
+    ServiceError,
+    ShownPostgres,
+    Wiring,
+    broker_health,
+)
 from moored.sessions import Sessions
 from moored.sessions.prometheus import SessionsCollector
 
 from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
 
-#: Seconds within which the streams end, one by one, before HTTP stops.
-DRAIN = 2.0
 #: Sessions in the tree: there may be thousands.
 SHOWN_SESSIONS = 20
 
@@ -128,20 +134,14 @@ def source_options(source: Any) -> dict[str, Any]:
 def broker_part(entry: PartEntry, broker: Broker, app: BrokerApp | None) -> Part:
     """Return a part that feeds a broker, and serves its streams if it has an app."""
 
-    def judge() -> Judgement:
-        now = broker.status()
-        if now["state"] == "off":
-            return "active", "it has no source: streams are refused"
-        if not now["up"]:
-            return "degraded", now["last_error"] or "the source has not begun yet"
-        return "active", counted(now["subscribers"], "subscriber")
-
     return system_part(
         entry,
         "broker",
         lambda: broker,
-        Shown(broker.status, lambda: "{}\n  because  {}".format(*judge()), broker.tree),
-        judge,
+        Shown(
+            broker.status, lambda: "{}\n  because  {}".format(*broker_health(broker)), broker.tree
+        ),
+        lambda: broker_health(broker),
         collector=lambda: BrokerCollector(broker),
         early=True,
         before_stop=lambda: broker.drain(over=DRAIN),

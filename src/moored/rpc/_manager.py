@@ -65,7 +65,7 @@ class ConnectionManager(ManagerBase[Handler]):
     def __init__(self, **options: Any) -> None:
         policy = ManagerOptions.of(options)
         super().__init__(policy, policy.clock or Clock.system())
-        #: Changes that the loop thread is to make, and whether it was told so.
+        #: Changes that wait for the loop thread, and whether a task that makes them is scheduled.
         self._posted: deque[Callable[[], object]] = deque()
         self._scheduled = False
         _fork.register_manager(self)

@@ -16,7 +16,7 @@ with extra("service", "moored.service"):
     import structlog as _structlog  # noqa: F401
     import uvicorn as _uvicorn  # noqa: F401
 
-from ._broker_part import BROKER_PATHS
+from ._broker_part import BROKER_PATHS, DRAIN, broker_health
 from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
 from ._config_file import load_config
 from ._database import data_dir_of, state_dir_of
@@ -34,12 +34,14 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "serve",
     # Parts
     "BROKER_PATHS",
+    "DRAIN",
     "HTTP",
     "Part",
     "ShownPostgres",
     "Status",
     "System",
     "Wiring",
+    "broker_health",
     # Configuration
     "FILE_NAME",
     "Config",

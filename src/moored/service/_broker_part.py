@@ -35,7 +35,7 @@ from ._errors import ServiceError
 from ._health import Status
 from ._part import Part, Wiring
 
-__all__ = ["BROKER_PATHS", "broker_parts"]
+__all__ = ["BROKER_PATHS", "DRAIN", "broker_health", "broker_parts"]
 
 NAME = "broker"
 READY = "broker_ready"
@@ -59,6 +59,16 @@ def broker_parts(config: Config) -> Iterator[Part]:
             return [Child("streams", live.run)]
 
         yield Part(NAME, build, conditions=(READY,), public=public, required=False)
+
+
+def broker_health(broker: Broker) -> tuple[Status, str]:
+    """Return the health of a broker, with the reason."""
+    now = broker.status()
+    if now["state"] == "off":
+        return "active", "it is off, because it has no source: streams are refused"
+    if not now["up"]:
+        return "degraded", now["last_error"] or "the source has not begun yet"
+    return "active", counted(now["subscribers"], "stream")
 
 
 class LiveEvents:
@@ -123,15 +133,7 @@ class LiveEvents:
         yield
 
     def _report(self) -> None:
-        self._wiring.health(NAME, *self._judgement())
-
-    def _judgement(self) -> tuple[Status, str]:
-        now = self.broker.status()
-        if now["state"] == "off":
-            return "active", "it is off, because notify_url is empty: streams are refused"
-        if not now["up"]:
-            return "degraded", now["last_error"] or "the source has not begun yet"
-        return "active", counted(now["subscribers"], "stream")
+        self._wiring.health(NAME, *broker_health(self.broker))
 
     # -- what the service shows ----------------------------------------------------------------
 
@@ -141,7 +143,7 @@ class LiveEvents:
 
     def explain(self) -> str:
         """Return why the broker is in its present state."""
-        return "{}\n  because  {}".format(*self._judgement())
+        return "{}\n  because  {}".format(*broker_health(self.broker))
 
     def tree(self) -> Tree:
         """Return the supervision tree of the broker."""
