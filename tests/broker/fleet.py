@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -78,9 +79,12 @@ class Roamer:
         self.begun.set()
 
 
-async def serve(make: MakeNode, port: int, restarts: list[asyncio.Event]) -> None:
-    """Serve a node on a port; restart it at each of these events: drained, then at once."""
-    for number, due in enumerate([*restarts, asyncio.Event()]):
+async def serve(make: MakeNode, port: int, ends: list[asyncio.Event]) -> None:
+    """Serve a node on a port, until the first of these events (drained), until the next, and so on.
+
+    It is not cancelled: uvicorn would leave its sockets open if that came while it stops.
+    """
+    for number, due in enumerate(ends):
         async with make() as broker, served(BrokerApp(broker, ApiKeys(KEYS)), port):
             await due.wait()
             if number == 0:
@@ -101,15 +105,15 @@ async def roam(
     ports = [free_port(), free_port()]
     goal = count * WRITERS // 2
     clients = [Roamer([*KEYS][number % 2], ports, goal) for number in range(CLIENTS)]
-    restarts = [[asyncio.Event(), asyncio.Event()] for _ in ports]
-    nodes = zip(ports, restarts, strict=True)
+    ends = [[asyncio.Event(), asyncio.Event(), asyncio.Event()] for _ in ports]
+    nodes = zip(ports, ends, strict=True)
     serving = [asyncio.ensure_future(serve(make, port, due)) for port, due in nodes]
 
     async def disturb() -> None:
         for third in (0, 1):
             while sum(len(each.got) for each in clients) < goal * CLIENTS * (third + 1) // 3:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
-            for each in restarts:
+            for each in ends:
                 each[third].set()
             for call in more_at:
                 await call()
@@ -124,9 +128,9 @@ async def roam(
             for writer in range(WRITERS):
                 group.create_task(write(writer, count))  # type: ignore[arg-type]
     finally:
-        for task in serving:
-            task.cancel()
-        await asyncio.wait(serving)
+        for due in itertools.chain(*ends):
+            due.set()
+        await asyncio.gather(*serving)
     check(clients, count)
 
 
