@@ -13,7 +13,7 @@ from moored.broker import Broker, BrokerApp
 from moored.broker.postgres import OutboxEvents
 from moored.broker.prometheus import BrokerCollector
 from moored.kernel import Child, Context, Tree, counted, describe
-from moored.postgres import ConfigurationError, Postgres
+from moored.postgres import ConfigurationError, Outbox, Postgres
 from moored.reservoir import AsyncConnectionPool
 from moored.reservoir.prometheus import ReservoirCollector
 from moored.service import (
@@ -113,21 +113,13 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
     )
 
 
-class _OutboxOf:
-    """The outbox of a Postgres that may not be open yet."""
-
-    def __init__(self, pg: Postgres) -> None:
-        self._pg = pg
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._pg.outbox, name)
-
-
 def source_options(source: Any) -> dict[str, Any]:
-    """Return the options of a broker for a source: the outbox of a Postgres is its history too."""
-    if not isinstance(source, Postgres):
+    """Return the options of a broker for a source: an outbox is its history too."""
+    if isinstance(source, Postgres):
+        raise TypeError("app.broker() takes the outbox of a Postgres: app.broker(pg.outbox)")
+    if not isinstance(source, Outbox):
         return {"source": source}
-    events = OutboxEvents(_OutboxOf(source))
+    events = OutboxEvents(source)
     return {"source": events, "replay": events}
 
 

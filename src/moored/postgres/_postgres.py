@@ -151,10 +151,16 @@ class Postgres:
         #: The URL of the listener; None for `database_url`, and "" for no listener.
         self.notify_url = notify_url
         SECRETS.add_from(notify_url or "")
-        self._clock = clock
-        self._recorder = recorder
+        self.clock = clock or Clock.current()
+        self.recorder = recorder or Recorder(clock=self.clock)
         self._state = "new"
         self._fatal: str | None = None
+        #: The listener; None if it is turned off by `notify_url=""`. Use it after `open()`.
+        self.listener = self._new_listener()
+        #: The outbox in the schema `moored`, woken by the listener; its first consumer starts it,
+        #: after `open()`. It must be installed (`await pg.outbox.install()`). While it has
+        #: consumers, the connections do not sleep. For other settings, make one: `Outbox(pg, …)`.
+        self.outbox = Outbox(self, listener=self.listener, show_queries=show_queries)
 
     # -- open and close ------------------------------------------------------------------------
 
@@ -163,8 +169,6 @@ class Postgres:
         if self._state != "new":
             raise PostgresError(f"{self!r} was opened before: create a new one")
         self._state = "open"
-        self.clock = self._clock or Clock.current()
-        self.recorder = self._recorder or Recorder(clock=self.clock)
         self._asleep = False
         self._frozen_status: Status | None = None
         self._restarts = 0
@@ -188,10 +192,18 @@ class Postgres:
         )
         # Until the first run, a manager that has nothing to report.
         self._manager = Manager(stack, self._restarter.used)
-        self._listener = self._new_listener()
-        self._outbox = self._new_outbox()
         self._supervisor = self._tree()
+        self._start_at_first_use()
         await self._supervisor.start()
+
+    def _start_at_first_use(self) -> None:
+        """Let the first consumer of the outbox start it; also the listener, if it has no URL."""
+        listener, supervisor = self.listener, self._supervisor
+        if listener is not None and self.notify_url is None:
+            listener.on_first_use = lambda: supervisor.start_child(listener.child())
+        self.outbox.on_first_use = lambda: self._tasks.start(
+            supervisor.start_child(self.outbox.child())
+        )
 
     def _tree(self) -> Supervisor:
         """Return the supervision tree of the connections; consumers are not part of it."""
@@ -203,7 +215,7 @@ class Postgres:
             significant=True,
             auto_shutdown="any_significant",
         )
-        listener = [] if self._listener is None or not self.notify_url else [self._listener.child()]
+        listener = [] if self.listener is None or not self.notify_url else [self.listener.child()]
         return Supervisor(
             "postgres",
             children=[connection, *listener],
@@ -213,7 +225,7 @@ class Postgres:
         )
 
     def _new_listener(self) -> Listener | None:
-        """Return the listener; without a URL of its own, its first subscription starts it."""
+        """Return the listener, unless it is turned off."""
         if self.notify_url == "":
             return None
         settings = self.settings
@@ -228,19 +240,9 @@ class Postgres:
             clock=self.clock,
             recorder=self.recorder,
         )
-        if self.notify_url is None:
-            listener.on_first_use = lambda: self._supervisor.start_child(listener.child())
-        else:
+        if self.notify_url is not None:
             listener.on_refused = lambda error: self._fail(str(error))
         return listener
-
-    def _new_outbox(self) -> Outbox:
-        """Return the outbox; its first consumer starts it."""
-        outbox = Outbox(self, listener=self._listener, show_queries=self.settings.show_queries)
-        outbox.on_first_use = lambda: self._tasks.start(
-            self._supervisor.start_child(outbox.child())
-        )
-        return outbox
 
     def _connection_child(self) -> Child:
         """Return the manager and its connections, as one child; created again after each sleep."""
@@ -280,22 +282,22 @@ class Postgres:
         self._fatal = text
         log.error("%s", text)
         self._hub.end(ConfigurationError(text))
-        if self._listener is not None:
-            self._listener.end(ConfigurationError(text))
+        if self.listener is not None:
+            self.listener.end(ConfigurationError(text))
         self.monitor.clear(CONDITIONS[0], text)
 
     async def close(self) -> None:
         """End every consumer, then close all connections, within `shutdown_timeout`."""
         if self._state == "open":
-            await self._outbox.close()  # its consumers store their cursors by these connections
+            await self.outbox.close()  # its consumers store their cursors by these connections
         if self._state != "open":
             self._state = "closed"
             return
         self._state = "closed"
         self._hub.end(None)
         await self._supervisor.stop()
-        if self._listener is not None:
-            self._listener.end()
+        if self.listener is not None:
+            self.listener.end()
         self._stack.events.end()
         await asyncio.to_thread(self._stack.store.close)
 
@@ -343,6 +345,7 @@ class Postgres:
         self, timeout: float = 30.0
     ) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         """Check out a pooled connection; commit its transaction at the end, or roll it back."""
+        self._check_open()
         deadline = Deadline.after(timeout, self.clock)
         self._in_use += 1
         try:
@@ -569,22 +572,6 @@ class Postgres:
         return self._state == "open"
 
     @property
-    def listener(self) -> Listener | None:
-        """The listener; None if it is turned off by `notify_url=""`."""
-        self._check_opened()
-        return self._listener
-
-    @property
-    def outbox(self) -> Outbox:
-        """The outbox in the schema `moored`, woken by the listener; its first consumer starts it.
-
-        It must be installed (`await pg.outbox.install()`). While it has consumers, the connections
-        do not sleep. For other settings, make one: `Outbox(pg, …)`.
-        """
-        self._check_opened()
-        return self._outbox
-
-    @property
     def fatal(self) -> str | None:
         """The text of a fatal error, which an operator must correct; None if there is none."""
         return self._fatal
@@ -602,7 +589,7 @@ class Postgres:
         if self._fatal is not None:
             return Health.FAILED
         found = self.monitor.status().health
-        deaf = self._listener is not None and self._listener.is_open and not self._listener.up
+        deaf = self.listener is not None and self.listener.is_open and not self.listener.up
         impaired = deaf or self._hub.pressure.stalled
         return Health.DEGRADED if found is Health.ACTIVE and impaired else found
 
@@ -644,7 +631,7 @@ class Postgres:
             fatal=self._fatal,
             restarts=self._restarts,
         )
-        parts = {"listener": self._listener, "outbox": self._outbox}
+        parts = {"listener": self.listener, "outbox": self.outbox}
         copies = {each.name: each.progress.as_dict() for each in self._meters if each.running}
         return found | {
             **{
@@ -657,10 +644,10 @@ class Postgres:
     def explain(self) -> str:
         """Return as text what the manager is doing, what it waits for, and what to do about it."""
         text = explain(self.statistics())
-        if self._listener is not None and self._listener.is_open:
-            text += f"\nlistener {self._listener.explain()}"
-        if self._outbox.is_open:
-            text += f"\noutbox {self._outbox.explain()}"
+        if self.listener is not None and self.listener.is_open:
+            text += f"\nlistener {self.listener.explain()}"
+        if self.outbox.is_open:
+            text += f"\noutbox {self.outbox.explain()}"
         return text
 
     def tree(self) -> Tree:
