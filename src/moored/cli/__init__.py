@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,14 @@ _EXTRA = frozenset({"prometheus_client", "rich", "starlette", "structlog", "type
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code."""
+    if os.getpid() == 1:
+        from ._init import run_under_init
+
+        return run_under_init(lambda: _run(arguments))
+    return _run(arguments)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     try:
         from ._app import run
 

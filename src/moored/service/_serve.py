@@ -27,6 +27,7 @@ from ._listen import listen
 from ._logs import Logs
 from ._service import Service, address_of
 from ._signals import FORCED, Signals
+from ._systemd import SystemdNotifier
 
 __all__ = ["serve"]
 
@@ -78,7 +79,16 @@ async def _run(
     signals.attach(loop, on_stop=stop_requested.set, on_force=force)
     began = loop.time()
     logs.say(_address_notice(config, sockets))
+    systemd = SystemdNotifier()
+
+    def report(*assignments: str) -> None:
+        systemd.send(*assignments, f"STATUS={_status(service)}")
+
+    service.monitor.subscribe(lambda change: report())
     async with service:
+        # HTTP answers: the readiness of the parts may depend on servers that are down for days.
+        report("READY=1")
+        systemd.watch(loop)
         if await _active(service, stop_requested):
             logs.say(_ready(service, loop.time() - began))
             await first_of(
@@ -86,6 +96,7 @@ async def _run(
             )
         if stop_requested.is_set():
             logs.say("stopping (Ctrl-C again forces it)")
+        report("STOPPING=1")
     logs.say("stopped")
     return FORCED if signals.forced else DONE
 
@@ -101,6 +112,12 @@ def _address_notice(config: Config, sockets: Sequence[socket.socket]) -> str:
     if config.admin_token is not None:
         who = "everything but /v1/health requires the admin token"
     return f"{address_of(config, sockets)} ({who})"
+
+
+def _status(service: Service) -> str:
+    # Without reasons: every user of the machine may read it.
+    parts = ", ".join(f"{part} {state}" for part, state in service.view.parts().items())
+    return f"{service.view.status} ({parts})"
 
 
 def _ready(service: Service, took: float) -> str:

@@ -1,0 +1,68 @@
+"""`moored serve` as PID 1 of a PID namespace, which is what a container is."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.deploy.support import served
+from tests.service.support import Running, gone, until
+
+# The kernel kills the whole namespace with its first process, and that with `unshare`.
+NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+ORPHANS = """
+import asyncio, os, subprocess
+import moored
+
+app = moored.App("orders")
+
+
+@app.component
+async def parent(ctx):
+    # Each shell ends at once, and leaves a child behind that ends a little later.
+    for _ in range(5):
+        subprocess.run(["sh", "-c", "sleep 0.2 &"], check=True)
+    # The status of a child of its own is not taken away by what reaps the orphans.
+    process = await asyncio.create_subprocess_exec("sh", "-c", "exit 7")
+    print("exit code", await process.wait(), "of a child of", os.getpid(), flush=True)
+    await asyncio.Event().wait()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _namespaces() -> None:
+    tried = subprocess.run([*NAMESPACE, "true"], capture_output=True, text=True, check=False)
+    if tried.returncode:
+        pytest.skip(f"this user may not create PID namespaces: {tried.stderr.strip()}")
+
+
+def init_of(service: Running) -> psutil.Process:
+    """Return the process that is PID 1 in its namespace."""
+    return psutil.Process(service.process.pid).children()[0]
+
+
+def test_orphans_are_reaped_and_sigterm_stops_in_order(tmp_path: Path) -> None:
+    (tmp_path / "orders.py").write_text(ORPHANS)
+    with served("orders:app", under=NAMESPACE, cwd=tmp_path) as service:
+        service.wait_for(r"exit code 7 of a child of [2-9]")
+        service.wait_active()
+        init = init_of(service)
+        until(lambda: len(init.children(recursive=True)) == 1, "only the service is left")
+        init.terminate()
+        assert service.process.wait(90) == 0
+    assert service.lines[-1] == "moored: stopped"
+
+
+def test_an_embedded_server_of_a_killed_service_is_shut_down(tmp_path: Path) -> None:
+    with served("--data-dir", str(tmp_path / "data"), under=NAMESPACE) as service:
+        service.wait_active()
+        init = init_of(service)
+        family = init.children(recursive=True)
+        init.children()[0].kill()
+        assert service.process.wait(90) == 128 + 9
+        gone(family)
+    # Its guard had the time to stop it, so that it needs no crash recovery.
+    assert not (tmp_path / "data" / "postmaster.pid").exists()
