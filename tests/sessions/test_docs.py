@@ -347,7 +347,10 @@ async def test_tls_program_of_the_mqtt_page_connects(
         await alice.stop()
 
 
-async def test_password_program_of_the_mqtt_page_stores_it_encrypted(tmp_path: Path) -> None:
+async def test_password_program_of_the_mqtt_page_stores_it_encrypted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORAGE_KEY", bytes(range(32)).hex())
     names: Names = {"Mqtt": Mqtt, "Sessions": Sessions}
     with Mosquitto(require_server("mosquitto"), users={"alice": "s3cret"}) as server:
         await run(

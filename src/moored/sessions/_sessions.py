@@ -61,7 +61,7 @@ class Sessions:
 
     :param storage: the storage of credentials and records: a `Storage`, the path of a SQLite file,
         `files:DIRECTORY`, or `memory:`, which is lost with the process.
-    :param storage_key: encrypts the records: 32 bytes, or a passphrase; of several, the first one
+    :param storage_key: encrypts the records: 32 bytes; of several such keys, the first one
         encrypts, and all of them decrypt.
     :param retry_cache: creates the cache of recent sends, for protocols whose peers may request one
         again; by default, it keeps the last 512 sends of 5 minutes.

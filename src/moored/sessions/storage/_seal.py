@@ -5,7 +5,6 @@
     "HFR1"  kind  checksum of all the rest and of the record's names   16 bytes
     kind 0        the value
     kind 1        nonce, 12 bytes · AES-256-GCM of the value
-    kind 2        salt, 16 bytes · nonce · AES-256-GCM, the key made from a passphrase by scrypt
 
 The checksum detects accidental damage; anybody can compute it. Encryption detects manipulation:
 each record has an AES key of its own, derived from yours and from profile, namespace and key, so a
@@ -15,13 +14,12 @@ record in the same place can: restoring an old disk image is not detected.
 
 from __future__ import annotations
 
-import hashlib
 import secrets
 from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
-from moored.kernel import SECRETS, counted
+from moored.kernel import counted
 
 from .._errors import CorruptRecord, StorageError
 from ._storage import Keys
@@ -32,46 +30,41 @@ __all__ = ["Names", "Seal"]
 Names: TypeAlias = tuple[str, str, str]
 
 MAGIC = b"HFR1"
-PLAIN, WITH_KEY, WITH_PASSPHRASE = 0, 1, 2
+PLAIN, ENCRYPTED = 0, 1
 CHECKSUM = 16
 HEAD = len(MAGIC) + 1 + CHECKSUM
 NONCE = 12
-SALT = 16
-NO_SALT = b""
 KEY_BYTES = 32
-MIN_PASSPHRASE = 8
 
 
 class Seal:
     """Puts values into envelopes, and takes them out again.
 
-    Deriving a key from a passphrase takes 0.2 s, once for each salt.
-
-    :param key: 32 bytes, or a passphrase (a string), or several of them: the first one encrypts,
-        all of them decrypt, so that a key can be replaced. Without a key, records only have a
-        checksum.
+    :param key: 32 bytes, or several such keys: the first one encrypts, all of them decrypt, so that
+        a key can be replaced. Without a key, records only have a checksum.
     :param accept_plain: with a key, accept records that are not encrypted as well, for a storage
         that was first used without a key. Otherwise they are refused: anybody could forge them.
     """
 
     def __init__(self, key: Keys | None = None, *, accept_plain: bool = False) -> None:
-        self._secrets = [_Secret(each) for each in _listed(key)]
+        # One keyed hash for each key, from which the AES keys of records are derived: unlike the
+        # key, it cannot be printed or pickled.
+        self._hashes = [
+            blake2b(key=each, digest_size=KEY_BYTES, person=b"moored record")
+            for each in _listed(key)
+        ]
         #: Whether there is a key, and whether records that are not encrypted are accepted.
-        self.encrypts = bool(self._secrets)
-        self.accept_plain = accept_plain or not self._secrets
-        self._aes = _aes_gcm() if self._secrets else None
-        #: The salt of the passphrase; the storage's own, once it is known.
-        self._salt = secrets.token_bytes(SALT)
+        self.encrypts = bool(self._hashes)
+        self.accept_plain = accept_plain or not self._hashes
+        self._aes = _aes_gcm() if self._hashes else None
 
     def close_envelope(self, names: Names, value: bytes) -> bytes:
         """Return the envelope to store under these names."""
-        if not self._secrets:
+        if not self._hashes:
             return _envelope(PLAIN, names, value)
-        first = self._secrets[0]
-        kind, salt = first.kind, self._salt if first.kind == WITH_PASSPHRASE else NO_SALT
         nonce = secrets.token_bytes(NONCE)
-        hidden = self._cipher(first.master(salt), names).encrypt(nonce, value, _bound(kind, names))
-        return _envelope(kind, names, salt + nonce + hidden)
+        hidden = self._cipher(self._hashes[0], names).encrypt(nonce, value, _bound(names))
+        return _envelope(ENCRYPTED, names, nonce + hidden)
 
     def open_envelope(self, names: Names, envelope: bytes) -> bytes:
         """Return the value; raises `CorruptRecord` if it is damaged, moved, or of another key."""
@@ -80,92 +73,48 @@ class Seal:
             if not self.accept_plain:
                 raise _corrupt(names, "is not encrypted, although there is a key")
             return payload
-        if not self._secrets:
+        if not self._hashes:
             raise _corrupt(names, "is encrypted, and no key was given")
-        return self._reveal(kind, names, payload)
+        for each in self._hashes:
+            if (value := self._decrypted(each, names, payload)) is not None:
+                return value
+        raise _corrupt(names, "was encrypted with another key, or for another place")
 
-    def adopt(self, names: Names, envelope: bytes) -> bool:
-        """Use the salt of this envelope from now on; return False if it must be written again.
+    def is_current(self, names: Names, envelope: bytes) -> bool:
+        """Whether the first key has encrypted an envelope; False also for a damaged one.
 
-        That is, if it is damaged, or encrypted with another key than the first. Raises
-        `CorruptRecord` if none of the keys fits.
+        Raises `CorruptRecord` if none of the keys fits.
         """
         try:
             kind, payload = _checked(names, envelope)
         except CorruptRecord:
             return False  # the checksum is wrong, which says nothing about the key
         self.open_envelope(names, envelope)
-        first = self._secrets[0]
-        if kind != first.kind or self._try(first, names, payload) is None:
-            return False
-        if kind == WITH_PASSPHRASE:
-            self._salt = payload[:SALT]
-        return True
+        return kind == ENCRYPTED and (self._decrypted(self._hashes[0], names, payload) is not None)
 
-    def _reveal(self, kind: int, names: Names, payload: bytes) -> bytes:
-        for secret in self._secrets:
-            if secret.kind == kind and (value := self._try(secret, names, payload)) is not None:
-                return value
-        raise _corrupt(names, "was encrypted with another key, or for another place")
-
-    def _try(self, secret: _Secret, names: Names, payload: bytes) -> bytes | None:
+    def _decrypted(self, keyed: blake2b, names: Names, payload: bytes) -> bytes | None:
         from cryptography.exceptions import InvalidTag
 
-        salt = payload[:SALT] if secret.kind == WITH_PASSPHRASE else NO_SALT
-        sealed = payload[len(salt) :]
         try:
-            opened: bytes = self._cipher(secret.master(salt), names).decrypt(
-                sealed[:NONCE], sealed[NONCE:], _bound(secret.kind, names)
+            value: bytes = self._cipher(keyed, names).decrypt(
+                payload[:NONCE], payload[NONCE:], _bound(names)
             )
         except (InvalidTag, ValueError):
             # ValueError: too short for a nonce, which must be a forgery: the checksum is right.
             return None
-        return opened
+        return value
 
-    def _cipher(self, master: bytes, names: Names) -> Any:
+    def _cipher(self, keyed: blake2b, names: Names) -> Any:
         assert self._aes is not None
-        return self._aes(
-            blake2b(
-                _spelled(names), key=master, digest_size=KEY_BYTES, person=b"moored record"
-            ).digest()
-        )
+        derived = keyed.copy()
+        derived.update(_spelled(names))
+        return self._aes(derived.digest())
 
     def __repr__(self) -> str:
-        return f"<Seal: {counted(len(self._secrets), 'key')}>"
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a Seal holds keys, and cannot be pickled")
+        return f"<Seal: {counted(len(self._hashes), 'key')}>"
 
 
-class _Secret:
-    """A key or a passphrase."""
-
-    __slots__ = ("_made", "_value", "kind")
-
-    def __init__(self, value: bytes | str) -> None:
-        self.kind = WITH_PASSPHRASE if isinstance(value, str) else WITH_KEY
-        if isinstance(value, str):
-            SECRETS.add(value)
-            value = value.encode("utf-8", "surrogatepass")
-        self._value = value
-        # The derived keys, by salt: a storage usually has one.
-        self._made: dict[bytes, bytes] = {}
-
-    def master(self, salt: bytes) -> bytes:
-        """Return the key itself, or the one derived from the passphrase and the salt."""
-        if self.kind == WITH_KEY:
-            return self._value
-        made = self._made.get(salt)
-        if made is None:
-            # 32 MiB and about 0.2 s, to make guessing the passphrase expensive.
-            made = hashlib.scrypt(
-                self._value, salt=salt, n=2**15, r=8, p=3, maxmem=2**26, dklen=KEY_BYTES
-            )
-            self._made[salt] = made
-        return made
-
-
-def _listed(key: Keys | None) -> Sequence[bytes | str]:
+def _listed(key: Keys | None) -> Sequence[bytes]:
     if key is None:
         return ()
     keys = [key] if isinstance(key, bytes | str) else list(key)
@@ -173,15 +122,13 @@ def _listed(key: Keys | None) -> Sequence[bytes | str]:
         raise ValueError("no key: pass None for a storage that is not encrypted")
     for number, each in enumerate(keys, 1):
         # No error shows the key.
-        if isinstance(each, bytes):
-            if len(each) != KEY_BYTES:
-                raise ValueError(f"key {number} has {len(each)} bytes: it must have {KEY_BYTES}")
-        elif not isinstance(each, str):
-            raise TypeError(f"key {number} is of type {type(each).__name__}: pass bytes or str")
-        elif len(each) < MIN_PASSPHRASE:
-            raise ValueError(
-                f"passphrase {number} is too short: it needs {MIN_PASSPHRASE} characters or more"
+        if not isinstance(each, bytes):
+            raise TypeError(
+                f"key {number} is of type {type(each).__name__}: pass {KEY_BYTES} bytes, made by "
+                "secrets.token_bytes(32), or by hashlib.scrypt from a passphrase"
             )
+        if len(each) != KEY_BYTES:
+            raise ValueError(f"key {number} has {len(each)} bytes: it must have {KEY_BYTES}")
     return keys
 
 
@@ -210,7 +157,7 @@ def _checked(names: Names, envelope: bytes) -> tuple[int, bytes]:
     if _checksum(envelope[start : start + 1], names, payload) != envelope[start + 1 : HEAD]:
         raise _corrupt(names, "is damaged: its checksum is wrong")
     kind = envelope[start]
-    if kind not in (PLAIN, WITH_KEY, WITH_PASSPHRASE):
+    if kind not in (PLAIN, ENCRYPTED):
         raise _corrupt(names, f"was written by a newer version of Moored (kind {kind})")
     return kind, payload
 
@@ -222,8 +169,8 @@ def _checksum(head: bytes, names: Names, payload: bytes) -> bytes:
     return check.digest()
 
 
-def _bound(kind: int, names: Names) -> bytes:
-    return MAGIC + bytes((kind,)) + _spelled(names)
+def _bound(names: Names) -> bytes:
+    return MAGIC + bytes((ENCRYPTED,)) + _spelled(names)
 
 
 def _spelled(names: Names) -> bytes:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from moored.kernel import in_thread
-
 from .._errors import CorruptRecord, StorageError
 from ._seal import Names, Seal
 from ._storage import Changes, Storage
@@ -23,9 +19,6 @@ class Sealed(Storage):
     The names of profiles, namespaces and keys are not encrypted. A marker record shows whether the
     key is right: with a wrong key, `open` raises `CorruptRecord`, before any record is treated as
     missing and overwritten.
-
-    Several processes that open a new storage at once, with a passphrase, may each have a salt: the
-    first read of a record with another salt blocks the event loop for 0.2 s.
     """
 
     def __init__(self, inner: Storage, seal: Seal) -> None:
@@ -134,20 +127,14 @@ class Sealed(Storage):
                 f"{self.inner!r} has records that are not encrypted. To encrypt them, open it with "
                 "accept_plain=True and call reseal(), once"
             )
-        if marker is None or not await self._fits(marker):
-            # In a thread, because a key may have to be derived from a passphrase.
-            seal = partial(self._seal.close_envelope, MARKER, b"")
-            await self.inner.put(*MARKER, await in_thread(seal, name="moored makes a key"))
-
-    async def _fits(self, marker: bytes) -> bool:
-        """Whether the marker was written with the first key; False if it must be replaced."""
         try:
-            adopt = partial(self._seal.adopt, MARKER, marker)
-            return await in_thread(adopt, name="moored makes a key")
+            current = marker is not None and self._seal.is_current(MARKER, marker)
         except CorruptRecord:
             raise CorruptRecord(
                 f"{self.inner!r} was encrypted with another key than those given"
             ) from None
+        if not current:
+            await self.inner.put(*MARKER, self._seal.close_envelope(MARKER, b""))
 
 
 def _named(profile: str) -> str:

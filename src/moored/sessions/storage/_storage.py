@@ -25,8 +25,8 @@ __all__ = ["Changes", "Keys", "Namespace", "Storage"]
 
 StorageT = TypeVar("StorageT", bound="Storage")
 
-#: A key of 32 bytes, a passphrase, or several of them: the first one encrypts, all of them decrypt.
-Keys: TypeAlias = bytes | str | Sequence[bytes | str]
+#: A key of 32 bytes, or several of them: the first one encrypts, all of them decrypt.
+Keys: TypeAlias = bytes | Sequence[bytes]
 #: The new values of records of a profile, by namespace and key; None deletes the record.
 Changes: TypeAlias = Mapping[tuple[str, str], bytes | None]
 
