@@ -9,8 +9,7 @@ import pytest
 
 from moored.kernel import Clock, Recorder
 from moored.rpc import ConnectionConfig, ManagedConnection
-from moored.rpc._core import CHART
-from moored.rpc._manager_options import ManagerOptions
+from moored.rpc._core import CHART, ConnectionCore
 
 pytestmark = pytest.mark.pure
 
@@ -25,15 +24,13 @@ class Client:
 
 
 def managed_at(state: str, used_at: float = 0.0) -> ManagedConnection[Any]:
-    policy = ManagerOptions(idle=IDLE)
     managed = ManagedConnection[Any](
         types.SimpleNamespace(_used_at=used_at),
         CONFIG,
         None,
-        policy.core(CONFIG, Clock.system(), Recorder()),
+        ConnectionCore(CONFIG.address, Clock.system(), Recorder(), idle=IDLE),
         key=CONFIG.key,
         dedicated=False,
-        created_at=0.0,
         connect_timeout=1.0,
     )
     found = CHART.find(state)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moored.kernel import Clock, Recorder
-from moored.rpc import ConnectionConfig
 from moored.rpc._core import Actions, ConnectionCore, ShellAct
-from moored.rpc._manager_options import ManagerOptions
 from moored.rpc._verdicts import Verdict
 
 pytestmark = pytest.mark.pure
@@ -17,8 +15,7 @@ ERROR = OSError("refused")
 
 def made() -> ConnectionCore:
     """Return a core whose first attempt is in progress, with one waiting caller."""
-    config = ConnectionConfig.from_uri("http://north:1")
-    core = ManagerOptions().core(config, Clock.system(), Recorder())
+    core = ConnectionCore("north:1", Clock.system(), Recorder())
     core.open(0.0)
     core.wait(0.0)
     return core

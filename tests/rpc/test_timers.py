@@ -8,9 +8,8 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 
 from moored.kernel import Clock, Recorder
-from moored.rpc import AsyncGlobalStrategy, ConnectionConfig, Member
-from moored.rpc._core import ShellAct
-from moored.rpc._manager_options import ManagerOptions
+from moored.rpc import AsyncGlobalStrategy, Member
+from moored.rpc._core import ConnectionCore, ShellAct
 from moored.rpc.topology._sources import CallableTopology
 from moored.testing import Sim, scaled, simulate
 
@@ -24,8 +23,7 @@ SLACK = 0.001
 
 
 def test_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
-    config = ConnectionConfig.from_uri("http://north:1")
-    core = ManagerOptions().core(config, Clock.system(), Recorder())
+    core = ConnectionCore("north:1", Clock.system(), Recorder())
     core.open(0.0)
     core.wait(0.0)
     (timer,) = core.failed(1, OSError("refused"), 0.0)

@@ -70,7 +70,6 @@ class Background:
     def __init__(
         self,
         kind: type,
-        *,
         policy: ManagerOptions,
         clock: Clock,
         recorder: Recorder,

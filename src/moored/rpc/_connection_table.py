@@ -32,10 +32,6 @@ class ConnectionTable:
         """Return a unique key for a connection that is not shared."""
         return f"{key}|dedicated {next(self._numbers)}"
 
-    def counters_of(self, address: str) -> Counters:
-        """Return the counters of an address."""
-        return self.counters.setdefault(address, Counters())
-
     def add(self, managed: Managed) -> None:
         """Add a connection; its handler is no longer asleep."""
         self.asleep.pop(managed.key, None)

@@ -25,15 +25,13 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from moored.kernel import Backoff, Chart, Generation, Machine
+from moored.kernel import Backoff, Chart, Clock, Generation, Machine, Recorder
 
 from ._counters import Counters
 from ._verdicts import Verdict
 
 __all__ = ["CHART", "ConnectionCore", "ShellAct", "ShellAction"]
 
-#: A connection that was idle for this many seconds is probed before it is handed out.
-IDLE = 30.0
 #: A generation that has lived for this many seconds counts as healthy.
 PROVEN = 5.0
 
@@ -94,21 +92,20 @@ Actions = list[ShellAction]
 class ConnectionCore:
     """The state of a connection, and its transitions.
 
-    :param eager: the waits between attempts while callers wait.
-    :param patient: the waits between attempts while no caller waits.
+    :param idle: a connection that was idle for this many seconds is probed before it is handed out.
     :param counters: the counters of the connection's address.
     """
 
     def __init__(
         self,
-        machine: Machine,
+        address: str,
+        clock: Clock,
+        recorder: Recorder,
         *,
-        eager: Backoff,
-        patient: Backoff,
-        idle: float = IDLE,
+        idle: float = 30.0,
         counters: Counters | None = None,
     ) -> None:
-        self.machine = machine
+        self.machine = Machine(f"rpc.{address}", CHART, clock=clock, recorder=recorder)
         self.counters = counters or Counters()
         #: Numbers the channels; an error of an older one is ignored.
         self.generations = Generation()
@@ -118,8 +115,9 @@ class ConnectionCore:
         #: The error that fails all waiting callers, because waiting longer would not help.
         self.verdict: BaseException | None = None
         self.last_used_at = 0.0
-        self._eager = eager
-        self._patient = patient
+        # The waits between attempts while callers wait, and while no caller waits.
+        self._eager = Backoff(0.02, 0.2, jitter=0.25, clock=clock)
+        self._patient = Backoff(0.25, 30.0, jitter=0.25, clock=clock)
         self.idle = idle
         self._attempt = 0
         self._tried_at = float("-inf")

@@ -33,8 +33,6 @@ class ManagedConnection(Generic[H]):
     #: The key in the table; that of a dedicated connection has a number in it.
     key: str
     dedicated: bool
-    #: When it was made, by the manager's monotonic clock.
-    created_at: float
     connect_timeout: float
     #: The address of the current channel.
     address: str = ""

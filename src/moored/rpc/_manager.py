@@ -242,9 +242,7 @@ class ConnectionManager(ManagerBase[Handler]):
         generations = managed.core.generations
         managed.waiters = []
         managed.dial = None
-        managed.core = self._policy.core(
-            managed.config, self._clock, self.recorder, managed.core.counters
-        )
+        managed.core = self._new_core(managed.config)
         managed.core.inherited(generations, "this process was forked")
         # A strategy that follows a topology has a task on a loop of the parent.
         _fork.keep(managed.strategy)

@@ -13,16 +13,27 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 
-from moored.kernel import Clock, Deadline, Recorder, Tree, counted, describe, run_callback
+from moored.kernel import (
+    Backoff,
+    Clock,
+    Deadline,
+    Recorder,
+    Tree,
+    counted,
+    describe,
+    run_callback,
+)
 
 from ._background import Background
 from ._config import ConnectionConfig
 from ._connection_table import ConnectionTable
-from ._core import Actions, ShellAct, ShellAction
+from ._core import Actions, ConnectionCore, ShellAct, ShellAction
+from ._counters import Counters
 from ._errors import ConfigError, ConnectFailed, ManagerClosed, no_channel, uncopied
 from ._fork import refuse_broken
 from ._managed import ManagedConnection
 from ._manager_options import ManagerOptions, refused
+from ._refusals import Refusals
 from .topology._follower import Follower
 from .topology._topology import Advice, Topology
 
@@ -49,13 +60,7 @@ class ManagerBase(Generic[H]):
         self._background = self._new_background()
 
     def _new_background(self) -> Background:
-        return Background(
-            self._channel_type,
-            policy=self._policy,
-            clock=self._clock,
-            recorder=self.recorder,
-            table=self._table,
-        )
+        return Background(self._channel_type, self._policy, self._clock, self.recorder, self._table)
 
     def get_stats(self) -> dict[str, Any]:
         """Return the number of connections, the state of each, and the counters."""
@@ -167,8 +172,18 @@ class ManagerBase(Generic[H]):
             grace=policy.grace,
             now=self._clock.monotonic,
         )
-        handler._refusals = policy.refusals(handler._credentials, self._clock)
+        if getattr(handler._credentials, "refresh", None) is not None:
+            handler._refusals = Refusals(Backoff(1.0, 60.0, jitter=0.25, clock=self._clock))
         return handler
+
+    def _new_core(self, config: ConnectionConfig) -> ConnectionCore:
+        return ConnectionCore(
+            config.address,
+            self._clock,
+            self.recorder,
+            idle=self._policy.idle,
+            counters=self._table.counters.setdefault(config.address, Counters()),
+        )
 
     def _manage(
         self, handler: H, config: ConnectionConfig, key: str, dedicated: bool, limit: float
@@ -177,12 +192,9 @@ class ManagerBase(Generic[H]):
             handler,
             config,
             None,
-            self._policy.core(
-                config, self._clock, self.recorder, self._table.counters_of(config.address)
-            ),
+            self._new_core(config),
             key=key,
             dedicated=dedicated,
-            created_at=self._clock.monotonic(),
             connect_timeout=limit,
         )
         self._give_strategy(managed)  # first: it may fail
@@ -206,12 +218,24 @@ class ManagerBase(Generic[H]):
         return managed
 
     def _give_strategy(self, managed: ManagedConnection[H]) -> None:
-        strategy = managed.strategy = self._policy.strategy_of(
-            managed.config, self._regular, self._moving, self._clock, self.recorder
-        )
+        strategy = managed.strategy = self._new_strategy(managed.config)
         if isinstance(strategy, Follower):
             strategy.on_change = lambda topology: self._moved(managed, topology)
             managed.handler._is_wanted = lambda address: strategy.advise(address) is not Advice.MOVE
+
+    def _new_strategy(self, config: ConnectionConfig) -> Any:
+        policy = self._policy
+        if policy.strategy is not None:
+            return policy.strategy(config)
+        made = {"handler_factory": policy.handler_factory, "channels": policy.channels}
+        if policy.fetch_topology is None and config.topology_source() is None:
+            return self._regular(**made)
+        return self._moving(
+            **made,
+            fetch_topology=policy.topology_source,
+            clock=self._clock,
+            recorder=self.recorder,
+        )
 
     def release(self, handler: H, client: object | None = None) -> Any:
         """Return a channel."""

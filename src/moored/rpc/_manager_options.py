@@ -10,13 +10,10 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from moored.kernel import Backoff, Clock, Machine, Recorder, refuse
+from moored.kernel import Clock, Recorder, refuse
 
 from ._config import ConnectionConfig
-from ._core import CHART, ConnectionCore
-from ._counters import Counters
 from ._dial import CredentialProvider, TokenCredentials
-from ._refusals import Refusals
 from .topology._follower import source_of
 
 __all__ = ["ManagerOptions", "refused", "unavailable"]
@@ -112,50 +109,7 @@ class ManagerOptions:
             mistakes.append(f"channels={self.channels!r} must be given to the strategy instead")
         refuse("ConnectionManager", mistakes)
 
-    def core(
-        self,
-        config: ConnectionConfig,
-        clock: Clock,
-        recorder: Recorder,
-        counters: Counters | None = None,
-    ) -> ConnectionCore:
-        """Return the core of a new connection: while a caller waits, pauses are up to 250 ms."""
-        return ConnectionCore(
-            Machine(f"rpc.{config.address}", CHART, clock=clock, recorder=recorder),
-            eager=Backoff(0.02, 0.2, jitter=0.25, clock=clock),
-            patient=Backoff(0.25, 30.0, jitter=0.25, clock=clock),
-            idle=self.idle,
-            counters=counters,
-        )
-
     @cached_property
-    def _source(self) -> Any:
+    def topology_source(self) -> Any:
         """One source for all connections, so that one query serves all of them."""
         return None if self.fetch_topology is None else source_of(self.fetch_topology)
-
-    def refusals(self, credentials: CredentialProvider | None, clock: Clock) -> Refusals | None:
-        """Return the refresh state of credentials; None if they cannot be refreshed."""
-        if getattr(credentials, "refresh", None) is None:
-            return None
-        return Refusals(Backoff(1.0, 60.0, jitter=0.25, clock=clock))
-
-    def strategy_of(
-        self,
-        config: ConnectionConfig,
-        regular: Callable[..., Any],
-        moving: Callable[..., Any],
-        clock: Clock,
-        recorder: Recorder,
-    ) -> Any:
-        """Return the strategy of a connection: the option's, or one of these two kinds."""
-        if self.strategy is not None:
-            return self.strategy(config)
-        if self.fetch_topology is None and config.topology_source() is None:
-            return regular(handler_factory=self.handler_factory, channels=self.channels)
-        return moving(
-            handler_factory=self.handler_factory,
-            channels=self.channels,
-            fetch_topology=self._source,
-            clock=clock,
-            recorder=recorder,
-        )
