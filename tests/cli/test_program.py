@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from tests.service.support import moored
 
 import moored as package
 from moored.cli import main
+from moored.cli._app import app
 from moored.service import knobs
 
 Output = pytest.CaptureFixture[str]
@@ -35,11 +39,53 @@ def test_without_a_command_the_help_is_shown(bare: Path, capsys: Output) -> None
         assert command in out
 
 
-@pytest.mark.parametrize("command", ["serve", "status", "tree", "explain", "config"])
-def test_every_command_has_help(command: str, bare: Path, capsys: Output) -> None:
+#: Commands whose output has another form: logs, a screen, rows, SQL.
+WITHOUT_JSON = {"serve", "top", "snapshot", "outbox sql"}
+
+
+def commands(group: Any, *above: str) -> Iterator[tuple[str, Any]]:
+    """Yield all commands with their names, such as "slots drop"."""
+    for name, each in group.commands.items():
+        if hasattr(each, "commands"):
+            yield from commands(each, *above, name)
+        else:
+            yield " ".join((*above, name)), each
+
+
+COMMANDS = dict(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_an_example_and_json(name: str) -> None:
+    command = COMMANDS[name]
+    assert f"moored {name}" in command.help
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert ("--json" in options) == (name not in WITHOUT_JSON)
+
+
+def test_help_is_shown_for_each_of_its_options(bare: Path, capsys: Output) -> None:
     for option in ("--help", "-h"):
-        assert main([command, option]) == 0
+        assert main(["status", option]) == 0
         assert "Usage: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"), [("sess", "sessions"), ("sessions st", "stop"), ("slots --h", "--help")]
+)
+def test_bash_completes_commands_and_options(
+    typed: str,
+    completed: str,
+    bare: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Output,
+) -> None:
+    # What the script of `--show-completion bash` sets before it calls the program.
+    monkeypatch.setenv("_MOORED_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", f"moored {typed}")
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split())))
+    with pytest.raises(SystemExit):
+        main([])
+    assert completed in capsys.readouterr().out.split()
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])

@@ -29,6 +29,7 @@ from moored.sessions import Sessions
 from moored.sessions.prometheus import SessionsCollector
 
 from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
+from ._sessions_routes import SESSIONS_PATH, sessions_routes
 
 #: Sessions in the tree: there may be thousands.
 SHOWN_SESSIONS = 20
@@ -110,6 +111,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         shown,
         judge,
         collector=lambda: SessionsCollector(sessions),
+        mounts={f"{SESSIONS_PATH}/{entry.name}": sessions_routes(sessions)},
     )
 
 

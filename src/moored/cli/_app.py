@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import sys
 import time
@@ -16,21 +17,13 @@ from rich.text import Text
 
 from moored._version import __version__
 from moored.kernel import SECRETS, MooredError
-from moored.service import (
-    FILE_NAME,
-    HTTP,
-    Config,
-    ConfigError,
-    data_dir_of,
-    is_loopback,
-    load_config,
-    state_dir_of,
-)
+from moored.service import HTTP, ConfigError, data_dir_of, load_config, state_dir_of
 from moored.service import serve as run_service
 
-from . import _doctor, _leases, _outbox, _show, _slots, _snapshot, _target
-from ._client import Client, CommandFailed, UnknownComponent
+from . import _doctor, _leases, _outbox, _sessions, _show, _slots, _snapshot, _target
+from ._client import CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable
+from ._running import Token, Url, client_for
 
 __all__ = ["app", "run"]
 
@@ -48,6 +41,7 @@ app = typer.Typer(
 
 app.add_typer(_leases.app)
 app.add_typer(_outbox.app)
+app.add_typer(_sessions.app)
 app.add_typer(_slots.app)
 app.command()(_snapshot.snapshot)
 app.command()(_doctor.doctor)
@@ -58,28 +52,13 @@ def _complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
     url = ctx.params.get("url") or os.environ.get("MOORED_URL") or None
     token = ctx.params.get("admin_token") or os.environ.get("MOORED_ADMIN_TOKEN")
     try:
-        state = _client(url, token, timeout=1.0).status()
+        state = client_for(url, token, timeout=1.0).status()
     except MooredError:
         return []
     paths = (path for path, _ in _show.tree_of(state["tree"]).paths())
     return sorted(path for path in paths if incomplete in path)
 
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        "--url",
-        envvar="MOORED_URL",
-        help="The URL of the service; the default is the one that the configuration here would "
-        "start.",
-    ),
-]
-Token = Annotated[
-    str | None,
-    typer.Option(
-        "--admin-token", envvar="MOORED_ADMIN_TOKEN", help="The service's admin token, if any."
-    ),
-]
 Component = Annotated[
     str | None,
     typer.Argument(
@@ -98,6 +77,13 @@ Target = Annotated[
     typer.Argument(
         metavar="[MODULE:APP]",
         help="The app to run, such as `orders:app`; without it, PostgreSQL alone is run.",
+    ),
+]
+RunDemo = Annotated[
+    bool,
+    typer.Option(
+        "--demo",
+        help="Run a whole service with temporary data, and a page with buttons to break it.",
     ),
 ]
 Reload = Annotated[
@@ -120,19 +106,30 @@ def _moored(ctx: typer.Context, version: Version = False) -> int:
 @app.command()
 @configurable
 def serve(
-    target: Target = None, config: ConfigFile = None, reload: Reload = False, **given: Any
+    target: Target = None,
+    demo: RunDemo = False,
+    config: ConfigFile = None,
+    reload: Reload = False,
+    **given: Any,
 ) -> int:
     """Start the service: an app, or an embedded PostgreSQL unless a database URL is given.
 
     Ctrl-C or SIGTERM stops everything in order; a second Ctrl-C forces it. Each option can also
     be set by the environment variable in brackets, or in moored.toml by its name with
     underscores. The command line has priority over the environment, and the environment over the
-    file.
+    file. Examples:
+
+        moored serve --database-url postgresql://app@db/orders
+
+        moored serve orders:app --host 0.0.0.0 --log-format json
     """
     settings = load_config(config, given)
     if reload:
         rest = [each for each in sys.argv[1:] if each != "--reload"]
         return _target.run_again_on_change([sys.executable, "-m", "moored.cli", *rest])
+    if demo:
+        # By its name: the demo uses moored.testing, which the commands must not import.
+        return int(importlib.import_module("moored.demo").run_demo(settings))
     if target is not None:
         return _target.find_app(target).run(settings)
     return run_service(settings)
@@ -143,9 +140,13 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
     """Show a running service: its conditions, its parts and its tree.
 
     Exits with 0 if the service is active, sleeping or degraded, with 1 if it is waiting, starting
-    or failed, and with 2 if no service responds.
+    or failed, and with 2 if no service responds. Examples:
+
+        moored status --url http://api-1:8089
+
+        moored status --json | jq .parts
     """
-    client = _client(url, admin_token)
+    client = client_for(url, admin_token)
     state = client.status()
     _show.show(state, as_json, lambda out: out.print(_show.status(state, client.url)))
     return READY if HTTP.get(state["status"]) == 200 else NOT_READY
@@ -155,9 +156,11 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
 def top(url: Url = None, admin_token: Token = None, interval: Interval = 1.0) -> int:
     """Show a running service, as `status` does, anew every second, until Ctrl-C.
 
-    Where the output is no terminal, it is shown once.
+    Where the output is no terminal, it is shown once. Example:
+
+        moored top --interval 5
     """
-    client, console = _client(url, admin_token), Console(highlight=False)
+    client, console = client_for(url, admin_token), Console(highlight=False)
     if not console.is_terminal:
         console.print(_show.status(client.status(), client.url))
         return 0
@@ -173,8 +176,11 @@ def top(url: Url = None, admin_token: Token = None, interval: Interval = 1.0) ->
 
 @app.command()
 def tree(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
-    """Show the supervision tree of a running service."""
-    data = _client(url, admin_token).status()["tree"]
+    """Show the supervision tree of a running service.
+
+    Example: `moored tree --url http://api-1:8089`
+    """
+    data = client_for(url, admin_token).status()["tree"]
     _show.show(data, as_json, lambda out: out.print(_show.tree(data)))
     return 0
 
@@ -192,7 +198,7 @@ def explain(
     Without a component it shows what went wrong, also what has recovered, since the start or within
     the last time: `moored explain --last 10m`.
     """
-    client = _client(url, admin_token)
+    client = client_for(url, admin_token)
     if component is None:
         state = client.status()
         since = 0.0 if last is None else time.time() - _seconds(last)
@@ -209,7 +215,9 @@ def explain(
 def config(config: ConfigFile = None, as_json: Json = False, **given: Any) -> int:
     """Show the configuration that `serve` would use, and the source of each value.
 
-    It accepts the options of `serve`. Secrets are hidden.
+    It accepts the options of `serve`. Secrets are hidden. Example:
+
+        moored config --json | jq .database_url
     """
     effective = load_config(config, given)
     found: dict[str, Any] = {"state_dir": state_dir_of(effective)}
@@ -239,34 +247,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except CommandFailed as error:
         return _refuse(str(error))
     return code if isinstance(code, int) else 0
-
-
-def _client(url: str | None, token: str | None, **options: float) -> Client:
-    if url is not None:
-        return Client(url, token, **options)
-    here = load_config()
-    address = _address(here)
-    known = token or here.admin_token
-    token_in_file = token is None and here.sources.get("admin_token") == FILE_NAME
-    host_in_file = here.sources.get("host") == FILE_NAME
-    if known and token_in_file != host_in_file and not is_loopback(_host_of(here)):
-        both = (FILE_NAME, "the environment")
-        owner, other = both if token_in_file else reversed(both)
-        raise CommandFailed(
-            f"the admin token from {owner} is not sent to {address}, which {other} names: "
-            "use --url and --admin-token to allow it, or put both into the same file"
-        )
-    return Client(address, known, **options)
-
-
-def _address(config: Config) -> str:
-    """Return the URL of a service with this configuration, from this machine."""
-    host = _host_of(config)
-    return f"http://[{host}]:{config.port}" if ":" in host else f"http://{host}:{config.port}"
-
-
-def _host_of(config: Config) -> str:
-    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(config.host, config.host)
 
 
 def _seconds(text: str) -> float:

@@ -47,14 +47,24 @@ class Client:
 
     def status(self) -> dict[str, Any]:
         """Return the whole state."""
-        return self._get("/v1/status")
+        return self._call("/v1/status")
 
     def explain(self, component: str) -> dict[str, Any]:
         """Return why a component is in its present state; raises `UnknownComponent`."""
-        return self._get(f"/v1/explain/{quote(component)}")
+        return self._call(f"/v1/explain/{quote(component)}")
 
-    def _get(self, path: str) -> dict[str, Any]:
-        code, body = self._request(path)
+    def sessions(self, part: str) -> list[dict[str, Any]]:
+        """Return the state of each session of a part."""
+        found: list[dict[str, Any]] = self._call(f"/v1/sessions/{quote(part)}/")["sessions"]
+        return found
+
+    def stop_session(self, part: str, profile: str, drain: float) -> dict[str, Any]:
+        """Stop a session, after its sends have had some seconds to get their outcomes."""
+        path = f"/v1/sessions/{quote(part)}/{quote(profile, safe='')}?drain={drain:g}"
+        return self._call(path, "DELETE", more=drain)
+
+    def _call(self, path: str, method: str = "GET", *, more: float = 0.0) -> dict[str, Any]:
+        code, body = self._request(path, method, self._timeout + more)
         answer = _parsed(body)
         if code == 200 and answer is not None:
             return answer
@@ -67,7 +77,7 @@ class Client:
             )
         raise CommandFailed(f"{self.url} responded to {path} with {code}: {detail}")
 
-    def _request(self, path: str) -> tuple[int, bytes]:
+    def _request(self, path: str, method: str, timeout: float) -> tuple[int, bytes]:
         # Without proxies and redirects: the token is sent to the given host only.
         secure = self._parts.scheme == "https"
         kind = http.client.HTTPSConnection if secure else http.client.HTTPConnection
@@ -75,9 +85,9 @@ class Client:
         if self._token is not None:
             headers["Authorization"] = f"Bearer {self._token}"
         try:
-            connection = kind(self._parts.hostname or "", self._parts.port, timeout=self._timeout)
+            connection = kind(self._parts.hostname or "", self._parts.port, timeout=timeout)
             try:
-                connection.request("GET", self._parts.path.rstrip("/") + path, headers=headers)
+                connection.request(method, self._parts.path.rstrip("/") + path, headers=headers)
                 answer = connection.getresponse()
                 return answer.status, answer.read()
             finally:

@@ -50,7 +50,10 @@ All = Annotated[bool, typer.Option("--all", help="All leases of the key that --k
 
 @app.command("list")
 def list_(store: StoreUrl, key: Key = None, as_json: Json = False) -> int:
-    """List the live leases of a store, with their holders, age and expiry."""
+    """List the live leases of a store, with their holders, age and expiry.
+
+    Example: `moored leases list --store redis://cache --key db/orders`
+    """
     found = _with_client(store, lambda leases: leases.held(key))
     held = sorted(found, key=lambda each: (each.key, each.created_at))
     show([_plain(each) for each in held], as_json, lambda out: _show(out, held))
@@ -58,20 +61,28 @@ def list_(store: StoreUrl, key: Key = None, as_json: Json = False) -> int:
 
 
 @app.command()
-def release(store: StoreUrl, ids: Ids = None, key: Key = None, everything: All = False) -> int:
+def release(
+    store: StoreUrl,
+    ids: Ids = None,
+    key: Key = None,
+    everything: All = False,
+    as_json: Json = False,
+) -> int:
     """Release leases of any holder.
 
     A running holder is notified at its next renewal (within a minute, by default); until then the
-    limit may be exceeded. The leases of a dead holder need no release: they expire.
+    limit may be exceeded. The leases of a dead holder need no release: they expire. Example:
+    `moored leases release --store redis://cache 5d1c09a7f3e2`
     """
     if everything and (ids or key is None):
         raise typer.BadParameter("--all requires --key, and takes no ids")
     if not everything and not ids:
         raise typer.BadParameter("give the ids of the leases, or use --key KEY --all")
     ended = _with_client(store, lambda leases: _release(leases, ids, key))
-    for each in ended:
-        typer.echo(f"released {_words(each)}")
-    typer.echo(counted(len(ended), "lease") + " released")
+    lines = [f"released {_words(each)}" for each in ended]
+    lines.append(counted(len(ended), "lease") + " released")
+    released = [_plain(each) for each in ended]
+    show(released, as_json, lambda out: out.print(Text("\n".join(lines))))
     return 0
 
 

@@ -70,6 +70,7 @@ def install(
     schema: Schema = "moored",
     wake: WakeBy = WakeChoice.NOTIFY,
     grant: Roles = None,
+    as_json: Json = False,
 ) -> int:
     """Create the tables and functions of an outbox, or bring older ones up to date.
 
@@ -80,7 +81,8 @@ def install(
     _with_outbox(
         database_url, schema, lambda outbox: outbox.install(wake=wake.value, roles=grant or ())
     )
-    typer.echo(f"the outbox in schema {schema} is installed")
+    text = f"the outbox in schema {schema} is installed"
+    show({"installed": schema}, as_json, lambda out: out.print(Text(text)))
     return 0
 
 
@@ -152,6 +154,7 @@ def capture(
     tenant_column: Annotated[
         str | None, typer.Option("--tenant-column", help="The column that holds the tenant.")
     ] = None,
+    as_json: Json = False,
 ) -> int:
     """Publish every change of a table from now on, by triggers.
 
@@ -164,12 +167,15 @@ def capture(
         schema,
         lambda outbox: outbox.capture(table_name, channel=channel, tenant_column=tenant_column),
     )
-    typer.echo(f"every change of {table_name} is published")
+    text = f"every change of {table_name} is published"
+    show({"captured": table_name}, as_json, lambda out: out.print(Text(text)))
     return 0
 
 
 @app.command()
-def uncapture(table_name: Table, database_url: DatabaseUrl, schema: Schema = "moored") -> int:
+def uncapture(
+    table_name: Table, database_url: DatabaseUrl, schema: Schema = "moored", as_json: Json = False
+) -> int:
     """Remove the triggers of `capture`.
 
     Example:
@@ -177,7 +183,8 @@ def uncapture(table_name: Table, database_url: DatabaseUrl, schema: Schema = "mo
         moored outbox uncapture shop.orders
     """
     _with_outbox(database_url, schema, lambda outbox: outbox.uncapture(table_name))
-    typer.echo(f"changes of {table_name} are no longer published")
+    text = f"changes of {table_name} are no longer published"
+    show({"uncaptured": table_name}, as_json, lambda out: out.print(Text(text)))
     return 0
 
 

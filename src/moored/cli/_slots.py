@@ -61,7 +61,7 @@ def list_slots(database_url: DatabaseUrl, as_json: Json = False) -> int:
 
 
 @app.command()
-def drop(slot: Slot, database_url: DatabaseUrl) -> int:
+def drop(slot: Slot, database_url: DatabaseUrl, as_json: Json = False) -> int:
     """Drop a slot that nothing uses: what its consumers have not read yet is lost for them.
 
     Example: `moored slots drop moored_slot_default --database-url postgresql://app@db/orders`
@@ -72,7 +72,7 @@ def drop(slot: Slot, database_url: DatabaseUrl) -> int:
     if (pid := found[slot]["pid"]) is not None:
         raise CommandFailed(f"backend {pid} uses {slot}: stop the service that streams from it")
     _query(database_url, "select pg_drop_replication_slot(%s)", slot)
-    typer.echo(f"dropped {slot}")
+    show({"dropped": slot}, as_json, lambda out: out.print(f"dropped {slot}"))
     return 0
 
 
