@@ -1,13 +1,13 @@
-"""The records of one profile, each changed by one worker at a time.
+"""The records of one profile, each changed by one caller at a time.
 
 Sending and receiving change the same records: with end-to-end encryption, the keys of a session
 change with every message in both directions. Two callers that read, change and write at once would
 lose one change, and every message after that could not be decrypted. So a change is a function.
-The record's worker applies one change at a time, each to the result of the one before it, and
-writes the result before the call returns.
+One change of a record is made at a time, each to the result of the one before it, and is written
+before its call returns.
 
-A worker exists only while its record has changes to make (`KeyedWorkers`); nothing is cached. A
-profile must have only one `Records` object at a time: two do not know of each other's workers.
+A lock exists only while its record is being changed; nothing is cached. A profile must have only
+one `Records` object at a time: two do not know of each other's locks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import asyncio
 import contextlib
 import inspect
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
+from weakref import WeakValueDictionary
 
-from moored.kernel import KeyedWorkers
+from moored.kernel import Tasks, counted
 
 from .._errors import CorruptRecord, StorageError
 from ._storage import Changes, Storage
@@ -29,8 +30,10 @@ __all__ = ["Change", "ChangeMany", "Corruption", "Records"]
 
 log = logging.getLogger("moored.sessions")
 
-SESSION_ENDED = "the session has ended: its records can only be changed while it runs"
+T = TypeVar("T")
 
+#: The namespace and the key of a record.
+Place: TypeAlias = tuple[str, str]
 #: Gets the record or None, returns its new value or None to delete it. Not async.
 Change: TypeAlias = Callable[[bytes | None], bytes | None]
 #: The same for several records, by namespace and key; returns those that change.
@@ -49,34 +52,6 @@ class Corruption(NamedTuple):
     kept: bool
 
 
-class _Done(NamedTuple):
-    value: bytes | None
-    error: BaseException | None = None
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class _Hold:
-    """Keeps a record's worker busy while several records are changed together."""
-
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    over: asyncio.Event = field(default_factory=asyncio.Event)
-    #: Whether the worker was cancelled meanwhile.
-    lost: bool = False
-
-    async def wait(self) -> _Done:
-        self.begun.set()
-        try:
-            await self.over.wait()
-        except asyncio.CancelledError:
-            self.lost = True
-            raise
-        return _Done(None)
-
-
-#: One worker for each record that is being changed.
-_RecordWorkers: TypeAlias = KeyedWorkers[tuple[str, str], Change | bytes | _Hold | None, _Done]
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class Records:
     """The records of one profile in a storage."""
@@ -88,12 +63,12 @@ class Records:
     on_corrupt: Callable[[Corruption], object] | None = None
     #: Nothing is written while this returns False.
     may_write: Callable[[], bool] | None = None
-    #: The most changes that may wait for one record; one more raises `QueueFull`.
-    max_queue: int = 1000
     #: The number of times that a record could not be read.
     corrupt: int = field(default=0, init=False)
-    # Created with the first change: most profiles are only read.
-    _workers: _RecordWorkers | None = field(default=None, init=False)
+    # The changes in progress, and the locks of their records, which disappear when no change uses
+    # them. Created with the first change: most profiles are only read.
+    _changes: Tasks | None = field(default=None, init=False)
+    _locks: WeakValueDictionary[Place, asyncio.Lock] | None = field(default=None, init=False)
     _closed: bool = field(default=False, init=False)
 
     async def get(self, namespace: str, key: str) -> bytes | None:
@@ -107,67 +82,46 @@ class Records:
     async def put(self, namespace: str, key: str, value: bytes) -> None:
         """Write the record, after all earlier changes of it."""
         _check(value)
-        await self._submit(namespace, key, value)
+        await self._alone([(namespace, key)], lambda: self._write(namespace, key, value))
 
     async def delete(self, namespace: str, key: str) -> None:
         """Delete the record, after all earlier changes of it."""
-        await self._submit(namespace, key, None)
+        await self._alone([(namespace, key)], lambda: self._write(namespace, key, None))
 
     async def update(self, namespace: str, key: str, change: Change) -> bytes | None:
         """Change the record; return its new value when that is durable.
 
-        A change that raises fails only this call, and the record keeps its value. A change that has
-        begun is completed even if its caller is cancelled.
+        A change that raises fails only this call, and the record keeps its value. A change is
+        completed even if its caller is cancelled.
         """
-        return await self._submit(namespace, key, change)
+        return await self._alone([(namespace, key)], lambda: self._changed(namespace, key, change))
 
     async def update_many(
-        self, places: Iterable[tuple[str, str]], change: ChangeMany
-    ) -> Mapping[tuple[str, str], bytes | None]:
+        self, places: Iterable[Place], change: ChangeMany
+    ) -> Mapping[Place, bytes | None]:
         """Change several records in one transaction; return all their values when it is durable.
 
         `change` gets the records by namespace and key, and returns those that change; None deletes
         a record. Other changes of these records wait meanwhile. Raises `StorageError` if the
         storage has no transactions: see `Storage.put_all`.
         """
+        # Always in the same order, so that two calls cannot deadlock.
         wanted = sorted(set(places))
-        async with contextlib.AsyncExitStack() as stack:
-            # Always in the same order, so that two calls cannot deadlock.
-            holds = [await stack.enter_async_context(self._held(place)) for place in wanted]
-            old = {place: await self.get(*place) for place in wanted}
-            new = change(dict(old))
-            if strange := set(new) - set(old):
-                raise StorageError(f"the change returned {len(strange)} records it was not given")
-            for value in new.values():
-                _check(value)
-            self._check_lease()
-            if any(hold.lost for hold in holds):
-                raise StorageError(SESSION_ENDED)
-            if new:
-                await self.storage.put_all(self.profile, new)
-            return {**old, **new}
-
-    @contextlib.asynccontextmanager
-    async def _held(self, place: tuple[str, str]) -> AsyncIterator[_Hold]:
-        """Make other changes of a record wait."""
-        hold = _Hold()
-        self._open_workers().submit(place, hold)
-        try:
-            await hold.begun.wait()
-            yield hold
-        finally:
-            hold.over.set()
+        return await self._alone(wanted, lambda: self._changed_many(wanted, change))
 
     async def close(self, timeout: float | None = None) -> None:
         """Accept no more changes, and wait for those in progress; the storage stays open."""
         self._closed = True
-        if self._workers is not None:
-            await self._workers.close(timeout)
+        if self._changes:
+            try:
+                await asyncio.wait(list(self._changes), timeout=timeout)
+            finally:
+                await self._changes.cancel()
 
     @property
     def busy(self) -> int:
-        """The number of records that are being changed."""
-        return 0 if self._workers is None else len(self._workers)
+        """The number of changes in progress."""
+        return len(self._changes or ())
 
     async def __aenter__(self) -> Records:
         return self
@@ -176,32 +130,23 @@ class Records:
         await self.close()
 
     def __repr__(self) -> str:
-        return f"<Records: {self.busy} being changed, {self.corrupt} corrupt>"
+        return f"<Records: {counted(self.busy, 'change')} in progress, {self.corrupt} corrupt>"
 
-    async def _submit(self, namespace: str, key: str, work: Change | bytes | None) -> bytes | None:
-        done = await self._open_workers().run((namespace, key), work)
-        if done.error is not None:
-            raise done.error
-        return done.value
-
-    def _open_workers(self) -> _RecordWorkers:
+    async def _alone(self, places: Sequence[Place], work: Callable[[], Awaitable[T]]) -> T:
+        """Do work after all earlier changes of these records, and before all later ones."""
+        ended = "the session has ended: its records can only be changed while it runs"
         if self._closed:
-            raise StorageError(SESSION_ENDED)
-        if self._workers is None:
-            self._workers = KeyedWorkers(self._apply, name="records", max_queue=self.max_queue)
-        return self._workers
-
-    async def _apply(self, place: tuple[str, str], work: Change | bytes | _Hold | None) -> _Done:
-        # An exception would fail all changes that wait for this worker, so it is returned instead.
-        if isinstance(work, _Hold):
-            return await work.wait()
+            raise StorageError(ended)
+        if self._changes is None or self._locks is None:
+            self._changes, self._locks = Tasks(), WeakValueDictionary()
+        locks = [self._locks.setdefault(place, asyncio.Lock()) for place in places]
+        change = self._changes.start(_locked(locks, work))
         try:
-            if callable(work):
-                return _Done(await self._changed(*place, work))
-            await self._write(*place, work)
-            return _Done(work)
-        except Exception as error:
-            return _Done(None, error)
+            return await asyncio.shield(change)
+        except asyncio.CancelledError:
+            if change.cancelled():
+                raise StorageError(ended) from None
+            raise
 
     async def _changed(self, namespace: str, key: str, change: Change) -> bytes | None:
         damaged = self.corrupt
@@ -212,6 +157,20 @@ class Records:
             return old
         await self._write(namespace, key, new)
         return new
+
+    async def _changed_many(
+        self, wanted: Sequence[Place], change: ChangeMany
+    ) -> Mapping[Place, bytes | None]:
+        old = {place: await self.get(*place) for place in wanted}
+        new = change(dict(old))
+        if strange := set(new) - set(old):
+            raise StorageError(f"the change returned {len(strange)} records it was not given")
+        for value in new.values():
+            _check(value)
+        self._check_lease()
+        if new:
+            await self.storage.put_all(self.profile, new)
+        return {**old, **new}
 
     async def _write(self, namespace: str, key: str, value: bytes | None) -> None:
         self._check_lease()
@@ -239,6 +198,13 @@ class Records:
             self.on_corrupt(Corruption(namespace, key, str(error), kept))
         except Exception:
             log.exception("on_corrupt failed")
+
+
+async def _locked(locks: Sequence[asyncio.Lock], work: Callable[[], Awaitable[T]]) -> T:
+    async with contextlib.AsyncExitStack() as stack:
+        for lock in locks:
+            await stack.enter_async_context(lock)
+        return await work()
 
 
 def _check(new: object) -> None:
