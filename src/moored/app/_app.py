@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from moored.kernel import Recorder, Tree
+from moored.kernel import Recorder, Tree, call_on_signals
 from moored.service import HTTP, Config, Part, Service, ServiceError, Status, load_config, serve
 
 from ._asgi import AppEndpoint
@@ -275,9 +275,14 @@ class App:
 
     @asynccontextmanager
     async def lifespan(self, _: object = None) -> AsyncIterator[None]:
-        """Run the app within the lifespan of FastAPI, Starlette or Litestar."""
+        """Run the app within the lifespan of FastAPI, Starlette or Litestar.
+
+        At SIGTERM the open streams of the page and of brokers end, because the server waits for
+        all responses before it ends the lifespan.
+        """
         async with self:
-            yield
+            with call_on_signals(self._running().drain):
+                yield
 
     def run(self, config: Config | None = None) -> int:
         """Run the app with an HTTP server until a signal stops it; returns the exit code."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse
@@ -31,12 +32,12 @@ class AppEndpoint:
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        try:
-            await self._app.__aenter__()
-        except Exception as error:
-            await send({"type": "lifespan.startup.failed", "message": str(error)})
-            return
-        await send({"type": "lifespan.startup.complete"})
-        await receive()
-        await self._app.__aexit__()
+        async with AsyncExitStack() as running:
+            try:
+                await running.enter_async_context(self._app.lifespan())
+            except Exception as error:
+                await send({"type": "lifespan.startup.failed", "message": str(error)})
+                return
+            await send({"type": "lifespan.startup.complete"})
+            await receive()
         await send({"type": "lifespan.shutdown.complete"})

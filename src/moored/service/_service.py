@@ -29,7 +29,7 @@ from ._feed import Feed
 from ._health import HTTP, PartHealth, Status
 from ._metrics import EventCounter, registry_of
 from ._outages import PartOutages
-from ._part import Part, Wiring
+from ._part import Part, Wiring, costs_of
 from ._view import View
 
 __all__ = ["Service", "address_of"]
@@ -75,7 +75,12 @@ class Service:
         )
         self._say = say
         self._clock = clock
-        self._outages = PartOutages(self.recorder, clock)
+        self._outages = PartOutages(
+            self.recorder,
+            clock,
+            lambda: self.view.start_order(),
+            lambda: costs_of(self._wiring.systems.values()),
+        )
         self._wiring = Wiring(
             self.monitor,
             self.recorder,
@@ -156,11 +161,15 @@ class Service:
         for last_resort in self._wiring.last_resorts:
             last_resort()
 
+    async def drain(self) -> None:
+        """End the streams of all clients: a web server waits for them before it stops an app."""
+        self._streams.close()
+        await asyncio.gather(*(call() for call in self._wiring.before_stop))
+
     async def _stop(self) -> None:
         self._ignore_changes()  # conditions that the stop clears are not reported
-        self._streams.close()
         try:
-            await asyncio.gather(*(call() for call in self._wiring.before_stop))
+            await self.drain()
             await self.root.stop()
         finally:
             for unsubscribe in self._unsubscribe:
@@ -191,10 +200,7 @@ class Service:
                 self.monitor.set(name, owner="nobody", detail=text)
             else:
                 self.monitor.clear(name, text)
-        if HTTP[state] == 200:
-            self._outages.end(part)
-        elif HTTP[before] == 200:
-            self._outages.begin(part, detail)
+        self._outages.report(part, before, state, detail)
 
     def _on_change(self, change: StatusChange[Status]) -> None:
         now, detail = self._clock.monotonic(), change.condition.detail
