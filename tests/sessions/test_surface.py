@@ -373,6 +373,7 @@ async def test_lost_link_and_reconnect_are_logged(
     found = lines(caplog, "INFO")
     assert found[0] == found[-1] == "sessions/alice is online"
     assert found[1].startswith("sessions/alice is connecting/waiting (transient): ")
+    assert "; next attempt in " in found[1]
     assert len(found) == 3
     assert lines(caplog, "WARNING") == []
     assert "very-secret" not in caplog.text

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 import traceback
 
+from moored.kernel import duration
+
 from ._content import ConnectionUpdate
 
 __all__ = ["log_change", "log_end", "log_forgetful", "log_not_kept", "log_sender"]
@@ -20,14 +22,15 @@ MOST_LOGGED = 10
 LONGEST = 300
 
 
-def log_change(path: str, update: ConnectionUpdate) -> None:
-    """Log a change of a session's connection."""
+def log_change(path: str, update: ConnectionUpdate, next_attempt_in: float | None) -> None:
+    """Log a change of a session's connection, with its cause and the next attempt."""
     kind = "" if update.kind is None else f" ({update.kind.value})"
     why = f": {_line(update.reason)}" if update.reason else ""
     if update.state == "offline/refused":
         log.warning("%s is %s%s%s; call connect() to retry", path, update.state, kind, why)
     else:
-        log.info("%s is %s%s%s", path, update.state, kind, why)
+        then = "" if next_attempt_in is None else f"; next attempt in {duration(next_attempt_in)}"
+        log.info("%s is %s%s%s%s", path, update.state, kind, why, then)
 
 
 def log_end(path: str, reason: str) -> None:

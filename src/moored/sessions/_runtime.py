@@ -206,7 +206,7 @@ class SessionRuntime:
         update = ConnectionUpdate(self.state, *self.core.why)
         if update != self._last_update:
             self._last_update = update
-            log_change(self.name, update)
+            log_change(self.name, update, self.core.next_attempt_in(self.clock.monotonic()))
             self.emit("connection_update", update)
         self.notify()
 
