@@ -68,9 +68,9 @@ def test_a_small_body_stays_in_memory(tmp_path: Path) -> None:
 def test_a_body_above_the_limit_is_written_to_a_file(tmp_path: Path) -> None:
     body = Body(Shelf(tmp_path, spill_after=10))
     filled(body, [b"12345", tables[0], b"67890"])
-    spilled = [body.spilled]
+    spilled = [bool(body.spilled)]
     body.append(b"!")
-    assert [*spilled, body.spilled] == [False, True], "the limit itself is not too much"
+    assert [*spilled, bool(body.spilled)] == [False, True], "the limit itself is not too much"
     filled(body, [tables[1], b"more", tables[0], b"x" * 1000])
     assert (body.count, body.size) == (5, 1015)
     wanted = [b"12345", tables[0], b"67890", b"!", tables[1], b"more", tables[0], b"x" * 1000]
@@ -92,7 +92,7 @@ def test_a_body_in_a_file_equals_one_in_memory(
         patch.setattr(body_module, "_CHUNK", chunk)
         kept = filled(Body(), entries)
         spilled = filled(Body(Shelf(tmp_path, spill_after=limit)), entries)
-        assert spilled.spilled is (spilled.size > limit)
+        assert bool(spilled.spilled) is (spilled.size > limit)
         assert list(spilled.entries()) == list(kept.entries()) == entries
         assert (spilled.count, spilled.size) == (kept.count, kept.size)
         assert spilled.described == kept.described
@@ -220,10 +220,10 @@ def test_the_size_includes_the_headers(tmp_path: Path) -> None:
 
 def test_a_full_disk_is_named_with_the_directory(tmp_path: Path) -> None:
     body = filled(Body(Shelf(tmp_path, spill_after=1)), [b"one", b"two"])
-    assert body._spilled is not None
-    assert body._spilled._file is not None
-    os.close(body._spilled._file)
-    body._spilled._file = os.open("/dev/full", os.O_RDWR)
+    assert body.spilled is not None
+    assert body.spilled._file is not None
+    os.close(body.spilled._file)
+    body.spilled._file = os.open("/dev/full", os.O_RDWR)
     with pytest.raises(
         StateError, match=rf"{tmp_path} \(No space left on device\): free disk space"
     ):

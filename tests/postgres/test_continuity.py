@@ -70,7 +70,7 @@ def test_the_last_commit_is_not_expected_if_the_slot_has_passed_it() -> None:
 
 
 def apply(hub: Hub, *ends: int) -> None:
-    hub.apply_all([Committed(1, Body(), {}).complete(e - 5, e, 0) for e in ends])
+    hub.apply_all([Committed(1, Body(), {}, e - 5, e) for e in ends])
 
 
 async def test_no_transaction_of_another_history_is_delivered(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 def apply(hub: Hub, *ends: int) -> None:
-    hub.apply_all([Committed(1, Body(), {}).complete(end - 5, end, 0) for end in ends])
+    hub.apply_all([Committed(1, Body(), {}, end - 5, end) for end in ends])
 
 
 async def following(changes: Changes) -> Transaction:

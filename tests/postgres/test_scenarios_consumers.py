@@ -113,7 +113,7 @@ def test_transactions_in_flight_while_attaching_again_are_not_skipped(tmp_path: 
 
 def apply(hub: Hub, *ends: int) -> None:
     for end in ends:
-        hub.apply_all([Committed(1, Body(), {}).complete(end - 5, end, 0)])
+        hub.apply_all([Committed(1, Body(), {}, end - 5, end)])
 
 
 def taken(changes: Changes) -> list[int]:
@@ -280,7 +280,7 @@ async def full(pg: Postgres) -> bool:
 
 
 async def was_reset(pg: Postgres, name: str) -> bool:
-    return name in pg._hub._resets
+    return pg._hub.consumers()[name]["reset"] is not None
 
 
 async def lose_slot(sql: Sql, slot: str) -> bool:

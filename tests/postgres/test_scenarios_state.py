@@ -408,7 +408,7 @@ class Process:
         self.hub.on_tables()
         self.hub.begin(HISTORY, confirmed)
         for end in ends:
-            self.hub.apply_all([Committed(1, Body(), {}).complete(end - 5, end, 0)])
+            self.hub.apply_all([Committed(1, Body(), {}, end - 5, end)])
 
 
 HISTORY = History("1", 1)

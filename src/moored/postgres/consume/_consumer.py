@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple, Self
 
@@ -37,6 +38,7 @@ class Reset(NamedTuple):
     reason: str
 
 
+@dataclass(slots=True, eq=False)
 class Attachment:
     """The validity of a consumer's acknowledgements.
 
@@ -45,33 +47,22 @@ class Attachment:
     still referenced does not keep an abandoned `Changes` attached.
     """
 
-    __slots__ = ("hub", "name")
-
-    def __init__(self, hub: Hub, name: str) -> None:
-        self.hub = hub
-        self.name = name
+    hub: Hub
+    name: str
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Transaction:
     """A committed transaction; call `ack()` once its effect is durable."""
 
-    __slots__ = ("_attachment", "_committed", "_history", "_length", "_tables", "acknowledged")
-
-    def __init__(
-        self,
-        committed: Committed,
-        attachment: Attachment,
-        tables: frozenset[int] | None,
-        history: History,
-    ) -> None:
-        self._committed = committed
-        # Fixed at delivery: the stream may change while the consumer works on the transaction.
-        self._attachment = attachment
-        self._tables = tables
-        self._history = history
-        self._length: int | None = None
-        #: Whether it was acknowledged, and the acknowledgement was valid.
-        self.acknowledged = False
+    _committed: Committed
+    # Fixed at delivery: the stream may change while the consumer works on the transaction.
+    _attachment: Attachment
+    _tables: frozenset[int] | None
+    _history: History
+    _length: int | None = None
+    #: Whether it was acknowledged, and the acknowledgement was valid.
+    acknowledged: bool = False
 
     @property
     def xid(self) -> int:

@@ -100,8 +100,7 @@ class Assembler:
             if now is not None:
                 raise DecodeError(f"a transaction begins within transaction {now.xid}")
             lsn, _, xid = _begin(data, HEADER + 1)
-            self._now = now = Committed(xid, self._new_body(), self._relations)
-            now.commit_lsn = lsn
+            self._now = Committed(xid, self._new_body(), self._relations, lsn)
             return None
         if kind == _COMMIT:
             if len(data) != _COMMIT_SIZE:
@@ -154,4 +153,4 @@ class Assembler:
         body.append(data)
         # The time of the message is not sent: use the time at which the server has sent it.
         (sent_at,) = _sent_at(data, HEADER - 8)
-        return Committed(0, body, self._relations).complete(message.lsn, message.lsn, sent_at)
+        return Committed(0, body, self._relations, message.lsn, message.lsn, sent_at)

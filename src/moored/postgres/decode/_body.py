@@ -9,6 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
 from typing import cast
@@ -32,15 +33,13 @@ _key_of = itemgetter(_KEY)
 TRUNCATE = b"T"
 
 
+@dataclass(slots=True)
 class Shelf:
     """Where large transactions are stored, and from which size on."""
 
-    __slots__ = ("directory", "spill_after")
-
-    def __init__(self, directory: Path | None = None, spill_after: int = SPILL_AFTER) -> None:
-        #: The directory of the files; the system's temporary directory if None.
-        self.directory = directory
-        self.spill_after = spill_after
+    #: The directory of the files; the system's temporary directory if None.
+    directory: Path | None = None
+    spill_after: int = SPILL_AFTER
 
 
 _DEFAULT = Shelf()
@@ -53,12 +52,13 @@ class Body:
     last reference.
     """
 
-    __slots__ = ("_kept", "_shelf", "_spilled", "count", "described", "size")
+    __slots__ = ("_kept", "_shelf", "count", "described", "size", "spilled")
 
     def __init__(self, shelf: Shelf = _DEFAULT) -> None:
         self._shelf = shelf
         self._kept: list[bytes | Relation] = []
-        self._spilled: _Spilled | None = None
+        #: The file with the messages; None while they are in memory.
+        self.spilled: _Spilled | None = None
         #: The tables that were described within the transaction.
         self.described: tuple[Relation, ...] = ()
         #: The number of changes, and the bytes of their messages.
@@ -73,9 +73,9 @@ class Body:
         """Add the messages of changes."""
         self.count += len(messages)
         self.size += sum(map(len, messages))
-        if self._spilled is not None:
+        if self.spilled is not None:
             for data in messages:
-                self._spilled.gather(data)
+                self.spilled.gather(data)
             return
         self._kept += messages
         if self.size > self._shelf.spill_after:
@@ -86,14 +86,14 @@ class Body:
 
         Those of a file were counted when it was written.
         """
-        if self._spilled is not None:
-            return self._spilled.mentioned
+        if self.spilled is not None:
+            return self.spilled.mentioned
         return Counter(map(_key_of, self._of_messages()))
 
     def truncates(self) -> list[bytes]:
         """Return the truncate messages."""
-        if self._spilled is not None:
-            return self._spilled.truncates
+        if self.spilled is not None:
+            return self.spilled.truncates
         return [entry for entry in self._of_messages() if entry[_KIND] == TRUNCATE]
 
     def _of_messages(self) -> list[bytes]:
@@ -106,24 +106,19 @@ class Body:
     def describe(self, relation: Relation) -> None:
         """Add the description of a table, which applies to the messages after it."""
         self.described = (*self.described, relation)
-        if self._spilled is not None:
-            self._spilled.gather(relation)
+        if self.spilled is not None:
+            self.spilled.gather(relation)
         else:
             self._kept.append(relation)
 
     def entries(self) -> Iterator[bytes | Relation]:
         """Iterate over the messages and the descriptions of tables, from the beginning."""
-        return iter(self._kept) if self._spilled is None else self._spilled.read()
-
-    @property
-    def spilled(self) -> bool:
-        """Whether the messages are in a file."""
-        return self._spilled is not None
+        return iter(self._kept) if self.spilled is None else self.spilled.read()
 
     def _spill(self) -> None:
-        self._spilled = _Spilled(self._shelf.directory)
+        self.spilled = _Spilled(self._shelf.directory)
         for entry in self._kept:
-            self._spilled.gather(entry)
+            self.spilled.gather(entry)
         self._kept = []
 
 

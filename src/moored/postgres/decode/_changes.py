@@ -37,7 +37,13 @@ class _OfTable:
         """The name of the table, without its schema."""
         return self.relation.name
 
-    __hash__ = None  # type: ignore[assignment]
+    def _compared(self) -> tuple[object, ...]:
+        """Return what makes two changes of the same kind equal."""
+        raise NotImplementedError
+
+    def __eq__(self, other: object) -> bool:
+        same = isinstance(other, _OfTable) and type(other) is type(self)
+        return same and self._compared() == other._compared()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.relation.qualified}>"
@@ -91,15 +97,8 @@ class Change(_OfTable):
                 f"a {self.kind} of {self.relation.qualified} has a row of unknown kind {found:#04x}"
             )
 
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        assert isinstance(other, Change)
-        return (self.relation.qualified, self.old, self.new) == (
-            other.relation.qualified,
-            other.old,
-            other.new,
-        )
+    def _compared(self) -> tuple[object, ...]:
+        return self.relation.qualified, self.old, self.new
 
 
 class Insert(Change):
@@ -180,14 +179,8 @@ class Truncate(_OfTable):
         self.cascade = cascade
         self.restart_identity = restart_identity
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Truncate):
-            return NotImplemented
-        return (self.relation.qualified, self.cascade, self.restart_identity) == (
-            other.relation.qualified,
-            other.cascade,
-            other.restart_identity,
-        )
+    def _compared(self) -> tuple[object, ...]:
+        return self.relation.qualified, self.cascade, self.restart_identity
 
 
 @dataclass(slots=True)

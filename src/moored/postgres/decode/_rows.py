@@ -67,24 +67,6 @@ class Column(NamedTuple):
 class Relation:
     """A table at the time of a change; a change of its columns makes another `Relation`."""
 
-    __slots__ = (
-        "_general",
-        "_key_names",
-        "_kinds",
-        "_lenient",
-        "_tries",
-        "columns",
-        "identity",
-        "name",
-        "names",
-        "oid",
-        "qualified",
-        "row",
-        "schema",
-        "types",
-        "whole",
-    )
-
     #: Reads the row at an offset of a message; returns the row and its end.
     row: Callable[[bytes, int], tuple[Row, int]]
     #: Reads a new row, from the "N" before it, that must end with its message.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
 
@@ -27,37 +28,22 @@ class _Counts(NamedTuple):
     emitted: int
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Committed:
-    """A transaction, with its LSNs once it is complete."""
+    """A transaction, with its end and its time once it is complete."""
 
-    __slots__ = (
-        "_found",
-        "body",
-        "commit_lsn",
-        "end_lsn",
-        "origin",
-        "relations",
-        "time",
-        "xid",
-    )
-
-    def __init__(self, xid: int, body: Body, relations: Mapping[int, Relation]) -> None:
-        self.xid = xid
-        self.body = body
-        #: The descriptions of tables at its begin.
-        self.relations = relations
-        #: The replication origin, if it was replicated from another server.
-        self.origin: str | None = None
-        self._found: _Counts | None = None
-
-    def complete(self, commit_lsn: int, end_lsn: int, time: int) -> Committed:
-        """Set the LSNs and the time of its commit, and return it."""
-        self.commit_lsn = commit_lsn
-        #: The LSN after the commit record.
-        self.end_lsn = end_lsn
-        #: The time of the commit, in microseconds since 2000.
-        self.time = time
-        return self
+    xid: int
+    body: Body
+    #: The descriptions of tables at its begin.
+    relations: Mapping[int, Relation]
+    commit_lsn: int
+    #: The LSN after the commit record.
+    end_lsn: int = 0
+    #: The time of the commit, in microseconds since 2000.
+    time: int = 0
+    #: The replication origin, if it was replicated from another server.
+    origin: str | None = None
+    _found: _Counts | None = None
 
     @property
     def commit_time(self) -> datetime:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Protocol
 
@@ -94,22 +95,18 @@ class ConsumerReplaced(PostgresError):
     """
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class OutboxEvent:
     """A published event; `ack()` it once its effect is durable."""
 
-    __slots__ = ("_consumer", "_cursor", "at", "channel", "payload", "tenant")
-
-    def __init__(
-        self, cursor: Cursor, tenant: str | None, channel: str, payload: str, at: datetime
-    ) -> None:
-        self._cursor = cursor
-        self._consumer: OutboxConsumer | None = None
-        self.tenant = tenant
-        self.channel = channel
-        #: As it was published; JSON, unless a str was published.
-        self.payload = payload
-        #: The time of the insertion, by the server's clock; the order is that of `xid` and `id`.
-        self.at = at
+    _cursor: Cursor
+    tenant: str | None
+    channel: str
+    #: As it was published; JSON, unless a str was published.
+    payload: str
+    #: The time of the insertion, by the server's clock; the order is that of `xid` and `id`.
+    at: datetime
+    _consumer: OutboxConsumer | None = None
 
     @property
     def xid(self) -> int:
