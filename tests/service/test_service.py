@@ -499,7 +499,9 @@ async def test_after_a_recovery_the_explanation_shows_the_last_outage() -> None:
         wiring.health("lamp", "starting", "a new bulb")
         _, before, because = await explained()
         assert before.startswith("  before   lamp worked until 2")
-        assert it.service._outages._last["lamp"].detail == "no light"  # it began with that
+        assert (
+            it.service._outages._incidents[0].outages["lamp"].detail == "no light"
+        )  # it began with that
         assert because == "  because  bulb/filament: it burnt out"
         wiring.health("lamp", "active", "it shines again")
         _, before, because = await explained()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Any, TypeAlias
 
@@ -12,7 +13,7 @@ from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder
 from moored.postgres import Postgres, Reset, Transaction
 from moored.service import Part, Status, Wiring
 
-from ._parts import RETRY, PartEntry, Shown, listed
+from ._parts import RETRY, Judgement, PartEntry, Shown, listed
 
 __all__ = ["ComponentContext", "component_part", "consumer_part"]
 
@@ -31,7 +32,7 @@ class ComponentContext:
         self._wiring = wiring
         self._entry = entry
         self._stack = stack
-        self._health: tuple[Status, str] = ("active", "")
+        self._health: tuple[Status, str] | None = None
         #: The path of the component in the tree, such as "orders/importer/run".
         self.path = ctx.path
         #: 1 for the first start, one more at each restart.
@@ -63,6 +64,11 @@ class ComponentContext:
         self._health = status, detail
         self._wiring.health(self._entry.name, status, detail)
 
+    def _assume(self, status: Status, detail: str) -> None:
+        """Report this health, unless the component has reported its own."""
+        if self._health is None:
+            self.health(status, detail)
+
     def healthy(self) -> None:
         """Report that this component has proven to work, which resets its restart backoff."""
         self._ctx.healthy()
@@ -80,14 +86,22 @@ class ComponentContext:
         self._stack.callback(self._wiring.collectors.remove, collector)
 
     def show(
-        self, statistics: Callable[[], dict[str, Any]], explain: Callable[[], str] | None = None
+        self,
+        statistics: Callable[[], dict[str, Any]],
+        explain: Callable[[], str] | None = None,
+        *,
+        costs: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """Show these numbers in the status, and this text as the explanation, while it runs."""
-        text = explain or self._explain
-        self._stack.enter_context(listed(self._wiring, self.path, Shown(statistics, text)))
+        """Show these numbers in the status, and this text as the explanation, while it runs.
+
+        :param costs: counts what failures have cost, by name, such as "calls failed"; the page
+            shows how many were added in an outage.
+        """
+        shown = Shown(statistics, explain or self._explain, costs=costs)
+        self._stack.enter_context(listed(self._wiring, self.path, shown))
 
     def _explain(self) -> str:
-        status, detail = self._health
+        status, detail = self._health or ("starting", "")
         return f"{status}\n  because  {detail}" if detail else status
 
     def __repr__(self) -> str:
@@ -103,8 +117,11 @@ def component_part(entry: PartEntry, run: Run, *, once: bool, shutdown: float) -
             if not entry.after:
                 ctx.started()
             with ExitStack() as stack, entry.failing(wiring):
-                wiring.health(entry.name, *(("starting", "it runs") if once else ("active", "")))
-                await run(ComponentContext(ctx, wiring, entry, stack))
+                given = ComponentContext(ctx, wiring, entry, stack)
+                # After its first step, in which it may report another health.
+                health: Judgement = ("starting", "it runs") if once else ("active", "")
+                stack.callback(asyncio.get_running_loop().call_soon(given._assume, *health).cancel)
+                await run(given)
             wiring.health(entry.name, "active", "it has finished")
 
         child = Child("run", supervised, backoff=RETRY, restart="transient", shutdown=shutdown)

@@ -32,6 +32,8 @@ class Shown:
     statistics: Callable[[], Mapping[str, Any]]
     explain: Callable[[], str]
     tree: Callable[[], Tree] = field(default=lambda: Tree("", "running", 0.0))
+    #: What failures have cost callers so far, by name.
+    costs: Callable[[], Mapping[str, int]] = dict
 
 
 @dataclass(frozen=True)

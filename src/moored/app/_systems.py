@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -31,8 +32,10 @@ from moored.sessions.prometheus import SessionsCollector
 from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
 from ._sessions_routes import SESSIONS_PATH, sessions_routes
 
+#: Seconds in which most sessions may be offline, because they reconnect, before it is reported.
+RECONNECTING = 3.0
 #: Sessions in the tree: there may be thousands.
-SHOWN_SESSIONS = 20
+SHOWN_SESSIONS = 5
 
 __all__ = ["broker_part", "pool_part", "postgres_part", "sessions_part", "source_options"]
 
@@ -72,9 +75,14 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
         found = pool.statistics()._asdict()
         return {k: dict(v) if isinstance(v, Mapping) else v for k, v in found.items()}
 
+    def costs() -> dict[str, int]:
+        now = pool.statistics()
+        return {"callers waited": now.queued, "checkouts failed": now.timeouts + now.refused}
+
     shown = Shown(
         numbers,
         lambda: f"{reservoir.describe()}\n  because  {reservoir.whereabouts()}",
+        costs=costs,
     )
     return system_part(
         entry,
@@ -89,11 +97,25 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
 def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
     """Return a part that keeps the sessions of all accounts."""
 
+    few_since: float | None = None
+
     def states() -> Counter[str]:
-        return Counter(each["state"] for each in sessions.status())
+        return Counter(each.state for each in sessions)
 
     def judge() -> Judgement:
-        return "active", f"{counted(len(sessions), 'session')}, {states()['online']} online"
+        nonlocal few_since
+        now, online = time.monotonic(), states()["online"]
+        few_since = few_since or now if online < len(sessions) / 2 else None
+        late = few_since is not None and now - few_since > RECONNECTING
+        text = f"{counted(len(sessions), 'session')}, {online} online"
+        return ("degraded" if late else "active"), text
+
+    def costs() -> dict[str, int]:
+        totals = sessions.totals().values()
+        return {
+            "sends unknown": sum(each["unknown"] for each in totals),
+            "sends not sent": sum(each["not_sent"] for each in totals),
+        }
 
     def tree() -> Tree:
         whole = sessions.tree()
@@ -102,7 +124,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         return replace(whole, children=(*whole.children[:SHOWN_SESSIONS], *more))
 
     shown = Shown(
-        lambda: {"states": states(), "totals": sessions.totals()}, lambda: judge()[1], tree
+        lambda: {"states": states(), "totals": sessions.totals()}, lambda: judge()[1], tree, costs
     )
     return system_part(
         entry,
@@ -140,6 +162,7 @@ def broker_part(entry: PartEntry, broker: Broker, app: BrokerApp | None) -> Part
         early=True,
         before_stop=lambda: broker.drain(over=DRAIN),
         public={} if app is None else dict.fromkeys(BROKER_PATHS, app),
+        streams=0 if app is None else broker.max_streams,
     )
 
 

@@ -75,9 +75,15 @@ def outages(state: Mapping[str, Any], since: float = 0.0) -> Iterator[Text]:
         began, lasted = each["wall"], each["lasted"]
         if lasted is None or began + lasted >= since:
             time = f"{datetime.fromtimestamp(began, tz=UTC).astimezone():%H:%M:%S}"
-            how_long = f"for {duration(lasted)}" if lasted is not None else "and does not yet"
-            yield Text(f"  {each['part']} did not work from {time} on, {how_long}")
+            degraded = set(each["parts"].values()) == {"degraded"}
+            verb = ("were" if len(each["parts"]) > 1 else "was") if degraded else "did"
+            how = f"{verb} {'degraded' if degraded else 'not work'} from {time} on"
+            how_long = f"for {duration(lasted)}" if lasted is not None else "until now"
+            yield Text(f"  {', '.join(each['parts'])} {how}, {how_long}")
             yield from (Text(f"    because  {cause}") for cause in each["because"])
+            if each["cost"]:
+                counts = (f"{number} {name}" for name, number in each["cost"].items())
+                yield Text(f"    cost     {', '.join(counts)}")
 
 
 def tree(data: Mapping[str, Any]) -> Group:
@@ -94,7 +100,7 @@ def show_explanation(console: Console, explanation: Mapping[str, Any]) -> None:
     console.print(Text(explanation["component"], "bold"))
     for line in str(explanation["explanation"]).splitlines():
         text = Text(line)
-        text.highlight_regex(r"^  (because|before|then|so|known) ", "cyan")
+        text.highlight_regex(r"^  (because|before|then|so|known|cost) ", "cyan")
         console.print(text)
 
 

@@ -23,7 +23,7 @@ from ._database import data_dir_of, state_dir_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
 from ._health import HTTP, Status
 from ._parse import is_loopback
-from ._part import Part, System, Wiring
+from ._part import Part, System, Wiring, costs_of
 from ._serve import serve
 from ._service import Service
 from ._shown_postgres import ShownPostgres
@@ -42,6 +42,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "System",
     "Wiring",
     "broker_health",
+    "costs_of",
     # Configuration
     "FILE_NAME",
     "Config",

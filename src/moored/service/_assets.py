@@ -13,6 +13,7 @@ from starlette.responses import Response
 __all__ = ["asset", "login_page", "page"]
 
 _TYPES = {
+    "faults.js": "text/javascript",
     "icon.svg": "image/svg+xml",
     "page.css": "text/css",
     "page.js": "text/javascript",

@@ -8,12 +8,14 @@ from typing import Literal
 from moored.kernel import Condition
 from moored.postgres import Health
 
-__all__ = ["HTTP", "PartHealth", "Status", "worst"]
+__all__ = ["HTTP", "WORKING", "PartHealth", "Status", "worst"]
 
 Status = Literal["active", "sleeping", "degraded", "waiting", "starting", "failed"]
 
 #: The HTTP status of `/v1/health` for each state, from the best to the worst.
 HTTP: Mapping[str, int] = {health.value: health.http for health in Health}
+#: The states of a part that needs no attention.
+WORKING: tuple[Status, ...] = ("active", "sleeping")
 _ORDER: tuple[Status, ...] = ("active", "sleeping", "degraded", "waiting", "starting", "failed")
 
 

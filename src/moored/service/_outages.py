@@ -1,89 +1,174 @@
-"""The last outage of each part, with its cause and length: kept after the part has recovered."""
+"""The last incidents: which parts did not work, when, for how long, why, and what it cost.
+
+An incident begins when a part stops working, and ends when all parts work again. It is kept after
+the recovery.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
-from moored.kernel import Clock, Recorder, duration
+from moored.kernel import Clock, Event, Recorder, duration
+
+from ._health import WORKING, Status, worst
 
 __all__ = ["PartOutages"]
 
-#: Seconds before an outage in which the failure that caused it may have been recorded.
+#: Incidents that are kept.
+KEPT = 20
+#: Seconds before an incident in which the failure that caused it may have been recorded.
 BEFORE = 1.0
-#: Failures shown for one outage: the first are the causes, the later ones their effects.
-MAX_FAILURES = 3
+#: Causes shown for one incident.
+MAX_CAUSES = 3
 
 
 @dataclass
 class _Outage:
+    """The time in which one part did not work."""
+
     at: float
     wall: float
     detail: str
+    #: The worst health in this time.
+    state: Status
     lasted: float | None = None
-    failures: tuple[str, ...] = ()
+
+
+@dataclass
+class _Incident:
+    costs_before: Counter[str]
+    outages: dict[str, _Outage] = field(default_factory=dict)
+    #: Set at the end: the recorder drops old events.
+    causes: list[str] = field(default_factory=list)
+    costs: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def over(self) -> bool:
+        return all(each.lasted is not None for each in self.outages.values())
+
+    @property
+    def first(self) -> _Outage:
+        return next(iter(self.outages.values()))
+
+    @property
+    def lasted(self) -> float | None:
+        ends = [each.at + each.lasted for each in self.outages.values() if each.lasted is not None]
+        return max(ends) - self.first.at if self.over else None
 
 
 class PartOutages:
-    """The last outage of each part: the time in which `/v1/health` did not return 200 for it."""
+    """The last incidents, and in each the parts that were not active.
 
-    def __init__(self, recorder: Recorder, clock: Clock) -> None:
+    :param order: returns the components in the order in which they are started. A component starts
+        after those that it depends on, so a failure of an earlier one is more likely the cause.
+    :param costs: returns what failures have cost callers so far, by name.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        clock: Clock,
+        order: Callable[[], Mapping[str, int]] = dict,
+        costs: Callable[[], Counter[str]] = Counter,
+    ) -> None:
         self._recorder = recorder
         self._clock = clock
-        self._last: dict[str, _Outage] = {}
+        self._order = order
+        self._costs = costs
+        self._incidents: deque[_Incident] = deque(maxlen=KEPT)
+        # Costs arise before an incident is noticed, so an earlier count is compared.
+        self._counted: deque[tuple[float, Counter[str]]] = deque(maxlen=2)
 
-    def begin(self, part: str, detail: str) -> None:
-        """Begin an outage of a part."""
-        self._last[part] = _Outage(self._clock.monotonic(), self._clock.wall(), detail)
-
-    def end(self, part: str) -> None:
-        """End the outage of a part, if there is one."""
-        outage = self._last.get(part)
-        if outage is not None and outage.lasted is None:
-            outage.failures = tuple(self._failures(outage))
-            outage.lasted = self._clock.monotonic() - outage.at
+    def report(self, part: str, before: Status, state: Status, detail: str) -> None:
+        """Take the health of a part, which begins, continues or ends an incident."""
+        now, incident = self._clock.monotonic(), self._open()
+        outage = incident and incident.outages.get(part)
+        if state in WORKING:
+            if incident and outage and outage.lasted is None:
+                outage.lasted = now - outage.at
+                self._conclude(incident)
+            elif incident is None:
+                self._count(now)
+        elif outage:
+            outage.state, outage.lasted = worst((outage.state, state)), None
+        elif before in WORKING:
+            if incident is None:
+                incident = _Incident(self._counted[0][1] if self._counted else self._costs())
+                self._incidents.append(incident)
+            incident.outages[part] = _Outage(now, self._clock.wall(), detail, state)
 
     def as_list(self) -> list[dict[str, Any]]:
-        """Return the last outage of each part as plain data, the newest first."""
-        found = [
+        """Return the incidents as plain data, the newest first."""
+        order = self._order()
+        return [
             {
-                "part": part,
-                "wall": outage.wall,
-                "lasted": outage.lasted,
-                "because": list(self._causes(outage)),
+                "parts": {
+                    part: incident.outages[part].state
+                    for part in sorted(incident.outages, key=lambda part: order.get(part, 0))
+                },
+                "wall": incident.first.wall,
+                "lasted": incident.lasted,
+                "because": self._causes(incident),
+                "cost": self._cost(incident),
             }
-            for part, outage in self._last.items()
+            for incident in reversed(self._incidents)
         ]
-        return sorted(found, key=lambda each: -each["wall"])
 
     def lines(self, part: str) -> Iterator[str]:
         """Yield the last outage of a part as lines of an explanation."""
-        outage = self._last.get(part)
-        if outage is None:
+        incident = next((each for each in reversed(self._incidents) if part in each.outages), None)
+        if incident is None:
             return
+        outage = incident.outages[part]
         if outage.lasted is None:
             now = self._clock.monotonic() - outage.at
             yield f"  before   {part} worked until {_time(outage.wall)}, {duration(now)} ago"
         else:
             end = _time(outage.wall + outage.lasted)
+            how = "was degraded" if outage.state == "degraded" else "did not work"
             lasted = duration(outage.lasted)
-            yield f"  before   {part} did not work for {lasted}, from {_time(outage.wall)} to {end}"
-        for words in self._causes(outage):
+            yield f"  before   {part} {how} for {lasted}, from {_time(outage.wall)} to {end}"
+        for words in self._causes(incident):
             yield f"  because  {words}"
+        if cost := self._cost(incident):
+            yield f"  cost     {', '.join(f'{number} {name}' for name, number in cost.items())}"
 
-    def _causes(self, outage: _Outage) -> Iterable[str]:
-        failures = self._failures(outage) if outage.lasted is None else outage.failures
-        return list(failures) or [outage.detail]
+    def _open(self) -> _Incident | None:
+        return self._incidents[-1] if self._incidents and not self._incidents[-1].over else None
 
-    def _failures(self, outage: _Outage) -> Iterator[str]:
-        shown = 0
+    def _count(self, now: float) -> None:
+        if not self._counted or now - self._counted[-1][0] >= BEFORE:
+            self._counted.append((now, self._costs()))
+
+    def _conclude(self, incident: _Incident) -> None:
+        if incident.over:
+            incident.causes = self._failures(incident)
+            incident.costs = dict(self._costs() - incident.costs_before)
+            self._counted.clear()
+
+    def _cost(self, incident: _Incident) -> dict[str, int]:
+        return incident.costs if incident.over else dict(self._costs() - incident.costs_before)
+
+    def _causes(self, incident: _Incident) -> list[str]:
+        found = incident.causes if incident.over else self._failures(incident)
+        return found or [incident.first.detail]
+
+    def _failures(self, incident: _Incident) -> list[str]:
+        """Return the first failure of each component, in the order in which they are started."""
+        first: dict[str, Event] = {}
         for event in self._recorder.events():
-            if event.kind == "failure" and event.at >= outage.at - BEFORE and shown < MAX_FAILURES:
-                shown += 1
-                why = event.because[0] if event.because else event.text
-                yield f"{event.component}: {why}"
+            if event.kind == "failure" and event.at >= incident.first.at - BEFORE:
+                first.setdefault(event.component, event)
+        order = self._order()
+        causes = sorted(first.values(), key=lambda each: order.get(each.component, len(order)))
+        return [
+            f"{each.component}: {each.because[0] if each.because else each.text}"
+            for each in causes[:MAX_CAUSES]
+        ]
 
 
 def _time(wall: float) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -13,7 +14,7 @@ from moored.kernel import Child, Clock, Machine, MooredError, Recorder, StatusMo
 
 from ._health import Status
 
-__all__ = ["Part", "System", "Wiring"]
+__all__ = ["Part", "System", "Wiring", "costs_of"]
 
 StrategyName = Literal["one_for_one", "one_for_all", "rest_for_one"]
 
@@ -29,6 +30,18 @@ class System(Protocol):
 
     def tree(self) -> Tree:
         """Return the system's own supervision tree, shown below the child that runs it."""
+
+
+def costs_of(systems: Iterable[System]) -> Counter[str]:
+    """Return what failures have cost callers so far, by name: "sends unknown", for example.
+
+    A system that knows it has a method `costs()` for it.
+    """
+    found: Counter[str] = Counter()
+    for each in systems:
+        if (costs := getattr(each, "costs", None)) is not None:
+            found.update(costs())
+    return found
 
 
 @dataclass(frozen=True)
@@ -83,6 +96,8 @@ class Part:
     mounts: Mapping[str, ASGIApp] = field(default_factory=dict)
     #: HTTP apps by their exact path that check tokens of their own: the admin token is not needed.
     public: Mapping[str, ASGIApp] = field(default_factory=dict)
+    #: The most streams that clients of these apps hold open: connections besides those for pages.
+    streams: int = 0
     #: Which children are restarted together.
     strategy: StrategyName = "rest_for_one"
     #: How many restarts within how many seconds are allowed, before the whole part and HTTP are

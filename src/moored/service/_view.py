@@ -13,15 +13,13 @@ from typing import Any
 from moored._version import __version__
 from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree, counted, describe
 
-from ._health import HTTP, PartHealth, Status, worst
+from ._health import HTTP, WORKING, PartHealth, Status, worst
 from ._part import System
 
 __all__ = ["View", "find_component", "grafted"]
 
 log = logging.getLogger("moored.service")
 
-#: The states of a part that needs no attention.
-WORKING = ("active", "sleeping")
 #: Events in a full state, which is sent at every change.
 RECENT = 50
 
@@ -60,7 +58,7 @@ class View:
     address: str = ""
     #: Returns the last outage of a part as lines of an explanation.
     outage_of: Callable[[str], Iterable[str]] = lambda part: ()
-    #: Returns the last outage of each part as plain data, the newest first.
+    #: Returns the last incidents as plain data, the newest first.
     outages: Callable[[], list[dict[str, Any]]] = list
     _began: float = field(init=False)
     _began_wall: float = field(init=False)
@@ -206,6 +204,15 @@ class View:
                 if below:
                     paths[path + below] = inner
         return paths
+
+    def start_order(self) -> dict[str, int]:
+        """Return the place of each component in the order in which the components are started."""
+        places: dict[str, int] = {}
+        for place, (path, recorded) in enumerate(self._paths().items()):
+            # The events of a pool have its name alone.
+            for name in (recorded, path.partition("/")[2]):
+                places.setdefault(name, place)
+        return places
 
     def _label(self, path: str) -> str:
         """Return the key of a system in the status: its part, or its path if not unique."""

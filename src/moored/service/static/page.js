@@ -61,15 +61,18 @@ function part(name, state) {
   return card;
 }
 
+// One incident: when, which parts, how long, why, and what it cost.
 function outage(it) {
-  const item = make("li");
+  const item = make("li", it.lasted === null ? "ongoing" : "");
   const row = make("div", "row");
-  const began = new Date(it.wall * 1000).toLocaleTimeString([], { hour12: false });
-  const text = it.lasted === null ? `since ${began}` : `for ${duration(it.lasted)}, from ${began}`;
-  row.append(make("span", "name", it.part), make("span", `badge ${it.lasted === null ? "failed" : ""}`, it.lasted === null ? "not working" : "recovered"));
-  row.append(make("span", "detail", text));
-  item.append(row);
+  const worst = Object.values(it.parts).every((state) => state === "degraded") ? "degraded" : "not working";
+  if (it.lasted === null) row.append(make("span", "badge failed", worst));
+  else row.append(make("span", "badge active", "recovered"), make("strong", "took", duration(it.lasted)));
+  row.append(make("span", "time", clockTime(it.wall)));
+  item.append(row, make("p", "name", Object.keys(it.parts).join(", ")));
   for (const cause of it.because) item.append(make("p", "detail", `because ${cause}`));
+  const cost = costText(it.cost);
+  if (cost) item.append(make("p", "detail", `cost: ${cost}`));
   return item;
 }
 
@@ -98,7 +101,7 @@ function eventRow(it) {
   const bad = it.kind === "failure" || it.kind === "abandoned";
   const row = make("tr", bad ? "failure-row" : "");
   row.dataset.id = it.id;
-  const when = make("td", "time", new Date(it.wall * 1000).toLocaleTimeString([], { hour12: false }));
+  const when = make("td", "time", clockTime(it.wall));
   when.title = new Date(it.wall * 1000).toISOString();
   const what = make("td");
   what.append(make("span", "", it.text));
@@ -140,7 +143,10 @@ function showState(state) {
   byId("about").replaceChildren(`${state.version} · pid ${state.pid} · `, timeSince(state.uptime, "up "));
   byId("service").textContent = state.tree.name;
   byId("sentence").textContent = state.sentence;
-  byId("parts").replaceChildren(...Object.keys(state.parts).filter((name) => name !== "http").map((name) => part(name, state)));
+  const faults = Object.keys(state.kinds).find((name) => state.kinds[name] === "faults");
+  showFaults(faults && state[faults]);
+  const parts = Object.keys(state.parts).filter((name) => name !== "http" && name !== faults);
+  byId("parts").replaceChildren(...parts.map((name) => part(name, state)));
   byId("tree").replaceChildren(node(state.tree, ""));
   byId("outages").replaceChildren(...state.outages.map(outage));
   byId("outages-section").hidden = state.outages.length === 0;

@@ -18,6 +18,10 @@ function duration(seconds) {
   return `${days} day${days === 1 ? "" : "s"} ${Math.floor((whole % 86400) / 3600)} h`;
 }
 
+const clockTime = (wall) => new Date(wall * 1000).toLocaleTimeString([], { hour12: false });
+
+const costText = (cost) => Object.entries(cost).map(([name, number]) => `${number} ${name}`).join(", ");
+
 function bytes(number) {
   const units = ["bytes", "kB", "MB", "GB", "TB"];
   let place = 0;
@@ -204,14 +208,20 @@ function sessions(place, it) {
   return facts;
 }
 
-// Everything else: plain numbers and texts.
-function plain(place, it) {
-  return Object.entries(it)
-    .filter(([, value]) => value !== null && typeof value !== "object")
-    .map(([name, value]) => fact(name.replaceAll("_", " "), String(value)));
+function channel(place, it) {
+  return it.address ? [fact("connection", `to ${it.address}, generation ${it.generation}`, it.state)] : [];
 }
 
-const SYSTEMS = { pool, manager, broker, streams: broker, sessions };
+// Everything else: plain numbers and texts, and what is in `counters` as rates.
+function plain(place, it) {
+  const facts = Object.entries(it)
+    .filter(([, value]) => value !== null && typeof value !== "object")
+    .map(([name, value]) => fact(name.replaceAll("_", " "), String(value)));
+  const rates = Object.entries(it.counters || {}).map(([name, value]) => overTime(place, name, value, { counter: true }));
+  return [...facts, ...rates];
+}
+
+const SYSTEMS = { pool, manager, broker, streams: broker, sessions, channel };
 
 function system(place, kind, it) {
   if (it.error) return [fact("broken", it.error)];

@@ -1,0 +1,83 @@
+"""The incidents of a service: their causes, their length and their cost."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from tests.kernel.fake_clock import FakeClock
+
+from moored.kernel import Recorder
+from moored.service._outages import PartOutages
+
+pytestmark = pytest.mark.pure
+
+
+class Incidents:
+    """The outages of a service with a server, a pool and a broker, started in this order."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.recorder = Recorder(clock=self.clock)
+        self.costs: Counter[str] = Counter()
+        order = {"moored/server/run": 0, "db": 1, "broker": 2}
+        self.outages = PartOutages(
+            self.recorder, self.clock, lambda: order, lambda: Counter(self.costs)
+        )
+
+    def fail(self, component: str, why: str) -> None:
+        self.recorder.record(component, "failed", kind="failure", cause=why)
+
+
+def test_the_cause_of_an_incident_is_the_failure_of_what_was_started_first() -> None:
+    it = Incidents()
+    it.fail("somewhere", "an old failure")
+    it.clock.advance(5)
+    for component in ("broker", "db", "db", "moored/server/run", "elsewhere"):
+        it.fail(component, f"{component} is lost")
+    it.outages.report("broker", "active", "degraded", "no source")
+    it.outages.report("db", "active", "starting", "no connection")
+    (incident,) = it.outages.as_list()
+    assert incident["parts"] == {"broker": "degraded", "db": "starting"}
+    assert incident["because"] == [
+        "moored/server/run: moored/server/run is lost",
+        "db: db is lost",
+        "broker: broker is lost",
+    ]
+
+
+def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
+    it = Incidents()
+    it.outages.report("db", "active", "starting", "no connection")
+    it.clock.advance(1)
+    it.outages.report("broker", "active", "degraded", "no source")
+    it.outages.report("db", "starting", "active", "")
+    it.clock.advance(2)
+    assert it.outages.as_list()[0]["lasted"] is None
+    it.outages.report("db", "active", "waiting", "lost again")
+    it.clock.advance(1)
+    it.outages.report("db", "waiting", "active", "")
+    it.outages.report("broker", "degraded", "active", "")
+    (incident,) = it.outages.as_list()
+    assert incident["lasted"] == 4
+    assert incident["because"] == ["no connection"]
+    it.outages.report("db", "active", "starting", "once more")
+    assert [each["lasted"] for each in it.outages.as_list()] == [None, 4]
+    assert "was degraded for 3.0 s" in next(it.outages.lines("broker"))
+    assert "worked until" in next(it.outages.lines("db"))
+    assert list(it.outages.lines("server")) == []
+
+
+def test_the_cost_of_an_incident_includes_what_was_lost_before_it_was_noticed() -> None:
+    it = Incidents()
+    it.costs["sends unknown"] = 7
+    it.outages.report("db", "active", "active", "")
+    it.clock.advance(0.2)
+    it.costs["sends unknown"] += 3
+    it.outages.report("db", "active", "starting", "no connection")
+    it.costs["callers waited"] += 5
+    assert it.outages.as_list()[0]["cost"] == {"sends unknown": 3, "callers waited": 5}
+    it.outages.report("db", "starting", "active", "")
+    it.costs["callers waited"] += 100  # after it
+    assert it.outages.as_list()[0]["cost"] == {"sends unknown": 3, "callers waited": 5}
+    assert list(it.outages.lines("db"))[-1] == "  cost     3 sends unknown, 5 callers waited"
