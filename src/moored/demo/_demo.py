@@ -1,0 +1,195 @@
+"""The app of the demo, and what its buttons break."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psycopg
+
+from moored.app import App
+from moored.kernel import Backoff, counted
+from moored.reservoir import AsyncConnectionPool
+from moored.service import Config, ServiceError, is_loopback
+from moored.testing.demo import DemoServer as ChatServer
+
+from ._faults import Fault, Faults
+from ._load import CHANNEL, PROFILES, SIGN_IN_AFTER, Load
+from ._panel import faults_part
+from ._servers import EchoProcess, PostgresServer
+
+__all__ = ["Demo", "run_demo"]
+
+POOL = "demo pool"
+KILL_BACKENDS = """
+select pg_terminate_backend(pid) from pg_stat_activity
+where backend_type = 'walsender' or pid = (
+    select pid from pg_stat_activity where application_name = %s and state = 'idle' limit 1
+)
+"""
+WELCOME = "this is the demo: open the address above in a browser, and break something"
+NO_GRPC = "no gRPC channel in this demo, because grpcio is missing: pip install 'moored[grpc]'"
+
+
+def run_demo(config: Config) -> int:
+    """Run the demo until a signal stops it; returns the exit code."""
+    if not is_loopback(config.host):
+        raise ServiceError(
+            f"the demo listens on a loopback address only, because anyone who reaches it may break "
+            f"it: leave out --host {config.host}"
+        )
+    if config.sources.get("log_level", "default") == "default":
+        config = replace(config, log_level="warning")  # the page shows the rest
+    with TemporaryDirectory(prefix="moored-demo-") as directory:
+        demo = Demo(Path(directory))
+        try:
+            return demo.app.run(config)
+        finally:
+            demo.close()
+
+
+class Demo:
+    """All parts of the demo.
+
+    :param directory: an empty directory for its data and sockets.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.app = app = App("demo")
+        self._server = server = PostgresServer(directory)
+        app.component(name="server", shutdown=60.0)(server.run)
+        after = ["server"]
+        self._db = app.pool(
+            server.url,
+            name="db",
+            min_size=8,
+            max_size=12,
+            max_lifetime=120,
+            kwargs={"application_name": POOL},
+            after=after,
+        )
+        pg = app.postgres(
+            server.url,
+            replication_url=server.direct_url,
+            notify_url=server.direct_url,
+            pool_size=6,
+            state_dir=directory / "state",
+            after=after,
+        )
+        live = app.broker(pg.outbox, name="live", channels=[CHANNEL], after=["postgres"])
+        self._echo = EchoProcess(directory) if find_spec("grpc") else None
+        grpc = None
+        if self._echo is not None:
+            app.component(name="grpc-server")(self._echo.run)
+            grpc = app.channel(self._echo.target, name="grpc")
+        self._chat = ChatServer(history=1000)
+        sessions = app.sessions(name="chat", backoff=Backoff(0.5, 5.0, jitter="full"))
+        self.load = Load(self._db, pg, live, grpc, sessions, self._chat)
+        app.consumer(pg, "search", tables=["orders"], name="search", after=after)(self.load.index)
+        app.component(name="load", after=["db", "postgres", "live", "chat"])(self.load.run)
+        self._discards = Discards(self._db)
+        faults = {each.name: each for each in self._faults()}
+        self.faults = Faults(faults, self.load.served_since)
+        app.add(faults_part(self.faults, [WELCOME] if self._echo else [NO_GRPC, WELCOME]))
+
+    def close(self) -> None:
+        """Release what is reserved for the time before and after the app runs."""
+        self._server.close()
+
+    def _faults(self) -> Iterator[Fault]:
+        yield Fault(
+            "kill-backends",
+            "Kill backends",
+            "Terminates the backend of the change stream, and one of the pool.",
+            self._kill_backends,
+            self._discards.noticed,
+            healed=self._discards.replaced,
+        )
+        yield Fault(
+            "restart-postgres",
+            "Restart Postgres",
+            "Shuts the server down. Its supervisor starts it again.",
+            self._server.shut_down,
+        )
+        yield Fault(
+            "black-hole",
+            "Black-hole the direct path",
+            "Change stream and listener lose every byte, without an error, until it is noticed.",
+            self._server.proxy.black_hole,
+            end=self._server.proxy.resume,
+        )
+        yield Fault(
+            "expire-pool",
+            "Expire the pool",
+            "Every connection of the pool expires at once.",
+            self._expire_pool,
+            self._discards.noticed,
+            healed=self._discards.replaced,
+        )
+        if self._echo is not None:
+            yield Fault(
+                "kill-grpc",
+                "Kill the gRPC server",
+                "SIGKILL to the server's process. Its supervisor starts another one.",
+                self._echo.kill,
+            )
+        yield Fault(
+            "cut-sessions",
+            "Cut all sessions",
+            "The chat server aborts every link, without a reason.",
+            self._chat.cut,
+            self._missing_sessions,
+            healed=lambda: not self.load.missing_sessions(),
+        )
+        yield Fault(
+            "take-over",
+            "Take over an account",
+            "It signs in elsewhere, so its session must stay offline. The demo signs in again "
+            f"after {SIGN_IN_AFTER:g} s.",
+            lambda: self._chat.take_over(random.choice(PROFILES)),
+            self._missing_sessions,
+            healed=lambda: not self.load.missing_sessions(),
+        )
+
+    async def _kill_backends(self) -> None:
+        self._discards.begin()
+        async with await psycopg.AsyncConnection.connect(self._server.url, autocommit=True) as conn:
+            await conn.execute(KILL_BACKENDS, [POOL])
+
+    async def _expire_pool(self) -> None:
+        self._discards.begin()
+        await self._db.drain()
+
+    def _missing_sessions(self) -> str | None:
+        missing = self.load.missing_sessions()
+        return f"{counted(missing, 'session')} not online" if missing else None
+
+
+class Discards:
+    """The connections that a pool has discarded since the last `begin()`."""
+
+    def __init__(self, pool: AsyncConnectionPool[Any]) -> None:
+        self._pool = pool
+        self._before = 0
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self._before += self._number()
+
+    def noticed(self) -> str | None:
+        """Return what the pool has discarded, or None."""
+        number = self._number()
+        return f"the pool has discarded {counted(number, 'connection')}" if number else None
+
+    def replaced(self) -> bool:
+        """Whether the pool has discarded connections and is full again."""
+        now = self._pool.statistics()
+        return self._number() > 0 and now.size + now.in_use >= now.target
+
+    def _number(self) -> int:
+        return sum(self._pool.statistics().discards.values()) - self._before

@@ -1,0 +1,168 @@
+"""The faults of the demo, and how a recovery from one is measured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from moored.kernel import Context, Event, Tasks, awaited
+from moored.service import Wiring, costs_of
+
+__all__ = ["Fault", "Faults", "Recovery"]
+
+T = TypeVar("T")
+
+#: Seconds between two looks while a recovery is measured.
+LOOK = 0.01
+#: Seconds after which a recovery is given up.
+LIMIT = 90.0
+#: Recoveries that are shown.
+SHOWN = 10
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that a button breaks."""
+
+    #: The last part of its route.
+    name: str
+    #: The text of its button.
+    title: str
+    #: What the button does.
+    text: str
+    #: Break it; sync or async.
+    strike: Callable[[], object]
+    #: Returns how the fault was noticed, where no failure is recorded and no part is degraded.
+    noticed: Callable[[], str | None] = _nothing
+    #: Called when the fault was noticed, to end it.
+    end: Callable[[], None] = _nothing
+    #: Returns whether also this has recovered.
+    healed: Callable[[], bool] = lambda: True
+
+
+@dataclass
+class Recovery:
+    """The measured recovery from one fault; times are in seconds after the press."""
+
+    fault: str
+    title: str
+    wall: float
+    noticed: str = ""
+    noticed_after: float | None = None
+    healthy_after: float | None = None
+    failed: str = ""
+    cost: dict[str, int] = field(default_factory=dict)
+
+
+class Faults:
+    """Strikes one fault at a time, and measures each recovery.
+
+    :param served_since: whether the load was served from end to end since a moment.
+    """
+
+    def __init__(self, faults: Mapping[str, Fault], served_since: Callable[[float], bool]) -> None:
+        self.faults = faults
+        self._served_since = served_since
+        self._recoveries: deque[Recovery] = deque(maxlen=SHOWN)
+        self._tasks = Tasks()
+        self._failure: Event | None = None
+        self._ctx: Context | None = None
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the buttons, and the recoveries, the newest first."""
+        return {
+            "faults": [
+                {"name": each.name, "title": each.title, "text": each.text}
+                for each in self.faults.values()
+            ],
+            "running": self.running,
+            "recoveries": [asdict(each) for each in reversed(self._recoveries)],
+        }
+
+    @property
+    def running(self) -> str | None:
+        """The name of the fault whose recovery is being measured."""
+        return self._recoveries[-1].fault if len(self._tasks) else None
+
+    async def run(self, ctx: Context, wiring: Wiring) -> None:
+        """Accept presses until this is cancelled."""
+        self._ctx, self._wiring = ctx, wiring
+        unsubscribe = wiring.recorder.subscribe(self._watch)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            unsubscribe()
+            await self._tasks.cancel()
+
+    def press(self, name: str) -> bool:
+        """Strike a fault; returns False while another recovery is measured."""
+        if self._ctx is None or len(self._tasks):
+            return False
+        fault = self.faults[name]
+        self._recoveries.append(Recovery(name, fault.title, self._wiring.clock.wall()))
+        self._tasks.start(self._measure(self._ctx, fault, self._recoveries[-1]))
+        return True
+
+    def _watch(self, event: Event) -> None:
+        if event.kind == "failure" and self._failure is None:
+            self._failure = event
+
+    async def _measure(self, ctx: Context, fault: Fault, recovery: Recovery) -> None:
+        clock, systems = self._wiring.clock, self._wiring.systems
+        before, pressed = costs_of(systems.values()), clock.monotonic()
+        self._failure = None
+        cause = ctx.record(f"pressed: {fault.title}")
+        try:
+            async with asyncio.timeout(LIMIT):
+                await awaited(fault.strike())
+                recovery.noticed, noticed_at = await _until(lambda: self._notice(fault))
+                recovery.noticed_after = noticed_at - pressed
+                ctx.record(f"noticed after {recovery.noticed_after:.2f} s", cause=recovery.noticed)
+                fault.end()
+                await _until(
+                    lambda: (
+                        self._wiring.monitor.status() == "active"
+                        and fault.healed()
+                        and self._served_since(noticed_at)
+                    )
+                )
+                recovery.healthy_after = clock.monotonic() - pressed
+                ctx.record(f"healthy again after {recovery.healthy_after:.2f} s", cause=cause)
+        except Exception as error:
+            fault.end()
+            recovery.failed = f"not healthy after {LIMIT:g} s"
+            if not isinstance(error, TimeoutError):
+                recovery.failed = f"the fault could not be struck: {error}"
+            ctx.record(recovery.failed, kind="failure", cause=cause)
+        finally:
+            recovery.cost = dict(costs_of(systems.values()) - before)
+
+    def _notice(self, fault: Fault) -> tuple[str, float] | None:
+        """Return the first sign of the fault, and when it was seen."""
+        if (event := self._failure) is not None:
+            why = event.because[0] if event.because else event.text
+            return f"{event.component}: {why}", event.at
+        now = self._wiring.clock.monotonic()
+        if text := fault.noticed():
+            return text, now
+        status = self._wiring.monitor.status()
+        for each in self._wiring.monitor.conditions().values():
+            detail = each.detail or each.name
+            if status != "active" and (not each.met or detail.startswith(f"{status}: ")):
+                return detail, now
+        return None
+
+
+async def _until(found: Callable[[], T | None]) -> T:
+    """Return the first result that is true."""
+    while True:
+        if result := found():
+            return result
+        await asyncio.sleep(LOOK)
