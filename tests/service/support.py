@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -21,6 +20,7 @@ from typing import Any
 import httpx
 import psutil
 import psycopg
+from tests.programs import Program, run_program
 
 __all__ = [
     "Running",
@@ -98,28 +98,20 @@ def moored(
 ) -> subprocess.CompletedProcess[str]:
     """Run a command to its end."""
     own = own_stream() if "serve" in arguments and "--data-dir" not in arguments else {}
-    return subprocess.run(
-        [sys.executable, "-m", "moored.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        cwd=cwd,
-        env=clean_environment(**own, **environ),
-        check=False,
-    )
+    environment = clean_environment(**own, **environ)
+    return run_program("moored.cli", *arguments, timeout=LIMIT, cwd=cwd, environ=environment)
 
 
 class Running:
     """One `moored serve` process; a thread reads its output."""
 
-    def __init__(self, process: subprocess.Popen[str], *, read: bool) -> None:
+    def __init__(self, process: Program) -> None:
         self.process = process
         self.lines: list[str] = []
         self._said = threading.Condition()
         self._readers = [
             threading.Thread(target=self._read, args=(stream,), daemon=True)
             for stream in (process.stdout, process.stderr)
-            if read
         ]
         for reader in self._readers:
             reader.start()
@@ -188,33 +180,29 @@ def running(
     *arguments: str,
     cwd: Path | None = None,
     environ: Mapping[str, str] | None = None,
-    read: bool = True,
     descriptors: int | None = None,
 ) -> Iterator[Running]:
     """Start `moored serve` on a free port, and end it with the block.
 
-    With `read=False` only the test itself reads its output. Without a data directory of its
-    own it has a stream of its own. `descriptors` is the limit of its open descriptors.
+    Without a data directory of its own it has a stream of its own. `descriptors` is the limit of
+    its open descriptors.
     """
-    limited = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh"] if descriptors else []
     own = {"MOORED_POOL_SIZE": "2"} if "--data-dir" in arguments else own_stream()
-    process = subprocess.Popen(
-        [*limited, sys.executable, "-m", "moored.cli", "serve", "--port", "0", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    process = Program(
+        *("moored.cli", "serve", "--port", "0", *arguments),
+        stderr=True,
         cwd=cwd,
-        env=clean_environment(**{**own, **(environ or {})}),
+        environ=clean_environment(**{**own, **(environ or {})}),
+        descriptors=descriptors,
     )
     with process:
-        service = Running(process, read=read)
+        service = Running(process)
         try:
             yield service
         finally:
-            if process.poll() is None:
-                process.terminate()
-                try:
-                    process.wait(LIMIT)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-            service.wait()
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(LIMIT)
+            finally:
+                process.kill()
+                service.wait()

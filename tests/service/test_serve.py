@@ -16,7 +16,15 @@ import psutil
 import psycopg
 import pytest
 from tests.servers import free_port, require_server
-from tests.service.support import Running, clean_environment, gone, moored, running, until
+from tests.service.support import (
+    Running,
+    clean_environment,
+    gone,
+    moored,
+    own_stream,
+    running,
+    until,
+)
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Child, Context
@@ -72,7 +80,7 @@ def test_a_second_ctrl_c_forces_the_end_and_leaves_nothing(spare_data: Path) -> 
         service.postgres().send_signal(signal.SIGSTOP)
         service.process.send_signal(signal.SIGINT)
         service.wait_for("PostgreSQL: stopping the server")
-        assert service.process.poll() is None
+        assert service.process.returncode is None
         assert service.stop() == 130
         gone(family)
 
@@ -273,8 +281,8 @@ def test_a_taken_port_is_one_line_that_says_what_to_do(service: Running) -> None
 def test_a_second_service_on_the_same_data_directory_is_refused(service: Running) -> None:
     listening = service.get("/v1/status").json()
     assert listening["status"] == "active"
-    data = service.process.args[service.process.args.index("--data-dir") + 1]  # type: ignore[union-attr,arg-type,index]
-    ended = moored("serve", "--port", "0", "--data-dir", str(data))
+    data = service.process.args[service.process.args.index("--data-dir") + 1]
+    ended = moored("serve", "--port", "0", "--data-dir", data)
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert line.startswith("moored: the embedded PostgreSQL cannot start: the data directory ")
@@ -328,16 +336,23 @@ def test_the_start_warns_that_every_local_user_has_access(service: Running) -> N
 
 
 def test_a_closed_stdout_does_not_end_the_service(postgres_url: str) -> None:
-    with running("--database-url", postgres_url, "--log-level", "debug", read=False) as service:
-        assert service.process.stdout is not None
-        url = service.process.stdout.readline().split()[1]
-        service.process.stdout.close()  # as after `moored serve | head -1`
+    command = [sys.executable, "-m", "moored.cli", "serve", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--database-url", postgres_url, "--log-level", "debug"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(**own_stream()),
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        url = process.stdout.readline().split()[1]
+        process.stdout.close()  # as after `moored serve | head -1`
         health = f"{url}/v1/health"
         until(lambda: httpx.get(health, trust_env=False).status_code == 200, "active")
-        service.process.send_signal(signal.SIGINT)
-        assert service.process.wait(60) == 0
-        assert service.process.stderr is not None
-        assert service.process.stderr.read() == ""
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert process.stderr.read() == ""
 
 
 def test_ctrl_c_in_a_terminal_reaches_the_service_alone(spare_data: Path) -> None:
