@@ -44,7 +44,7 @@ def pytest_collection_finish() -> None:
     """Enable garbage collections, and exclude the collected tests from them, to save time.
 
     A collection of everything takes half a second. A simulation freezes the existing objects too,
-    and its `gc.unfreeze()` would include the collected tests again, so it has no effect here. So that
+    and its `gc.unfreeze()` would include the collected tests again: here it has no effect. So that
     no garbage is frozen, and its errors lost, a collection comes before each freeze.
     """
     freeze = gc.freeze
