@@ -102,8 +102,9 @@ docs: $(VENV)/.dev ## Build the documentation, strictly and offline, into docs/_
 	$(say) "documentation"
 	@$(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
 
-bench: $(VENV)/.dev ## Run every benchmark and print its table
-	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file; done
+bench: $(VENV)/.dev ## Run every benchmark, print its table, and renew the table in README.md
+	@for file in benchmarks/[a-z]*.py; do $(BIN)/python $$file --save; done
+	@$(BIN)/python tools/figures.py
 
 bench-check: $(VENV)/.dev ## Run the quick benchmarks against benchmarks/targets.toml
 	@$(BIN)/python benchmarks/_check.py

@@ -14,9 +14,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+
+#: The figures of the last run of each benchmark with `--save`; README has a table of them.
+RESULTS = Path(__file__).with_name("results.json")
 
 
 @dataclass(frozen=True)
@@ -99,12 +103,16 @@ def main(
         "--json", action="store_true", help="print one JSON object as the last line"
     )
     parser.add_argument("--plot", metavar="FILE", help="plot the figures into a file")
+    parser.add_argument("--save", action="store_true", help=f"write the figures to {RESULTS.name}")
     options = parser.parse_args(arguments)
     print(f"{name}: {question}", file=sys.stderr)
     report = Report()
+    load = os.getloadavg()[0]
     measure(report, options.quick)
     for note in report.notes:
         print(f"  {note}", file=sys.stderr)
+    if options.save:
+        _save(name, report, max(load, os.getloadavg()[0]))
     if options.plot:
         (report.draw or partial(_plot, name, report))(options.plot)
     if options.json:
@@ -112,6 +120,17 @@ def main(
         print(json.dumps({"benchmark": name, "figures": figures}))
     else:
         _table(name, report)
+
+
+def _save(name: str, report: Report, load: float) -> None:
+    """Replace the figures of this benchmark in the file of results."""
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results[name] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "load": round(load, 1),
+        "figures": {key: asdict(figure) for key, figure in report.figures.items()},
+    }
+    RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def _table(name: str, report: Report) -> None:

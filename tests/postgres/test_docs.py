@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.docs.pages import blocks, page
 
 import moored.postgres
 from moored.postgres import Postgres
@@ -19,17 +20,11 @@ from moored.postgres.server._faults import FAULTS, Fault, FaultVerdict
 
 from .conftest import MakePostgres, Sql
 
-DOCS = Path(__file__).parents[2] / "docs"
-MANAGER = (DOCS / "topics" / "postgres-manager.md").read_text()
-OPERATIONS = (DOCS / "operations" / "postgres.md").read_text()
-TUTORIAL = (DOCS / "tutorial" / "follow-a-table.md").read_text()
+MANAGER = page("topics/postgres-manager")
+OPERATIONS = page("operations/postgres")
+TUTORIAL = page("tutorial/follow-a-table")
 SOURCE = Path(moored.postgres.__file__).parent
 LIMIT = 30.0
-
-
-def blocks(page: str, language: str) -> list[str]:
-    """The fenced blocks of a page."""
-    return re.findall(rf"^```{language}\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
 
 
 def rows(page: str) -> list[list[str]]:
@@ -101,7 +96,8 @@ def test_the_sizes_of_the_pools_are_those_of_the_code() -> None:
 
 
 async def test_the_tutorial_prints_what_it_says(make: MakePostgres, sql: Sql) -> None:
-    program, promised = blocks(TUTORIAL, "python")[0], blocks(TUTORIAL, "text")[0]
+    program = blocks(TUTORIAL)[0]
+    promised = TUTORIAL.partition("the program prints\n\n```\n")[2].partition("```")[0]
     assert len([line for line in program.splitlines() if line]) <= 15
     names: dict[str, Any] = {}
     exec(program.replace("asyncio.run(main())", ""), names)

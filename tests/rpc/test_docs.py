@@ -15,6 +15,8 @@ import grpc  # type: ignore[import-untyped]
 import httpx
 import pytest
 from fastapi import FastAPI
+from tests.docs import pages
+from tests.docs.pages import block_with, blocks
 
 from moored.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
 from moored.rpc._core import CHART
@@ -24,16 +26,10 @@ from .handlers import ECHO, FAIL, PID
 from .servers import EchoServer, make_stubs
 from .topology_server import TopologyServer, body_of
 
-DOCS = Path(__file__).parents[2] / "docs"
-FASTAPI = (DOCS / "howto" / "grpc-fastapi.md").read_text()
-MOVING = (DOCS / "howto" / "moving-primary.md").read_text()
-TOPIC = (DOCS / "topics" / "rpc.md").read_text()
+FASTAPI = pages.page("howto/grpc-fastapi")
+MOVING = pages.page("howto/moving-primary")
+TOPIC = pages.page("topics/rpc")
 LIMIT = 30.0
-
-
-def blocks(page: str, language: str = "python") -> list[str]:
-    """Return the fenced blocks of a page."""
-    return re.findall(rf"^```{language}\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
 
 
 # -- gRPC in FastAPI -------------------------------------------------------------------------------
@@ -191,16 +187,11 @@ PLACES = {
 }
 
 
-def block_with(words: str) -> str:
-    (found,) = [block for block in blocks(MOVING) if words in block]
-    return found
-
-
 @pytest.fixture
 def directory(echo: EchoServer) -> dict[str, Any]:
     """The names that the first block defines."""
     names: dict[str, Any] = {"directory": {"orders": {"berlin": echo.uri, "paris": "http://p:1"}}}
-    assert run(block_with('row = directory["orders"]'), names) == echo.pid
+    assert run(block_with(MOVING, 'row = directory["orders"]'), names) == echo.pid
     return {name: value for name, value in names.items() if name not in ("manager", "channel")}
 
 
@@ -211,37 +202,37 @@ def test_function_source_of_the_page_works(directory: dict[str, Any]) -> None:
 def test_strategy_by_configuration_of_the_page_works(
     directory: dict[str, Any], echo: EchoServer
 ) -> None:
-    assert run(block_with("def strategy(config)"), directory) == echo.pid
+    assert run(block_with(MOVING, "def strategy(config)"), directory) == echo.pid
 
 
 def test_classify_function_of_the_page_works(directory: dict[str, Any], echo: EchoServer) -> None:
     directory["ConnectionManager"] = ConnectionManager
-    assert run(block_with("def lost_its_place"), directory) == echo.pid
+    assert run(block_with(MOVING, "def lost_its_place"), directory) == echo.pid
     assert not directory["lost_its_place"](ValueError())
 
 
 def test_http_source_of_the_page_works(echo: EchoServer) -> None:
     with TopologyServer(body_of(1, ("one", echo.uri, 3))) as topology:
         place = f"{topology.url}/global-cluster"
-        assert run(block_with("https://global-cluster"), {}, milvus=place) == echo.pid
+        assert run(block_with(MOVING, "https://global-cluster"), {}, milvus=place) == echo.pid
         path, headers = topology.requests[0]
         assert path == "/global-cluster/topology"
         assert headers["Authorization"] == "Bearer secret"
-        block = block_with("HttpTopology(")
+        block = block_with(MOVING, "HttpTopology(")
         places = {"directory": topology.url, "orders": "http://orders.example.com"}
         assert run(block, {}, **places) == echo.pid
 
 
 def test_dns_source_of_the_page_works(echo: EchoServer) -> None:
     places = {"name": "localhost", "port": str(echo.port)}
-    assert run(block_with("DnsTopology("), {}, **places) == echo.pid
+    assert run(block_with(MOVING, "DnsTopology("), {}, **places) == echo.pid
 
 
 def test_replica_program_of_the_page_works(echo: EchoServer) -> None:
     with EchoServer() as other:
         other.kill()
         places = {"first": other.uri, "second": echo.uri}
-        assert run(block_with("StaticTopology("), {}, **places) == echo.pid
+        assert run(block_with(MOVING, "StaticTopology("), {}, **places) == echo.pid
 
 
 # -- the topic -------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 
 import aiomqtt
 import pytest
+from tests.docs.pages import ROOT, Names, block_with, blocks, page, run
 from tests.leases.virtual import ScriptedStore, in_virtual_time
 from tests.postgres.certificates import Authority
 from tests.servers import free_port, require_server
@@ -42,37 +43,8 @@ from moored.sessions.sending import _senders
 from moored.testing import FaultProxy, Sim
 from moored.testing.demo import MAX_FRAME, Demo, DemoServer
 
-ROOT = Path(__file__).parents[2]
-DOCS = ROOT / "docs"
 BOT = ROOT / "examples" / "mqtt_bot.py"
 BROKER = "mqtt://127.0.0.1:1883"
-
-Names = dict[str, Any]
-
-
-def page(name: str) -> str:
-    return (DOCS / f"{name}.md").read_text()
-
-
-def blocks(text: str, language: str = "python") -> list[str]:
-    """Return the fenced blocks of a page."""
-    return re.findall(rf"^```{language}\n(.*?)\n```$", text, re.MULTILINE | re.DOTALL)
-
-
-def block_with(text: str, words: str) -> str:
-    (found,) = [block for block in blocks(text) if words in block]
-    return found
-
-
-async def run(block: str, names: Names, *replaced: tuple[str, object]) -> None:
-    """Run a block of a page, which may await, with its addresses replaced."""
-    for old, new in replaced:
-        assert old in block
-        block = block.replace(old, str(new))
-    code = compile(block, "a page", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    result = eval(code, names)
-    if inspect.isawaitable(result):
-        await result
 
 
 @pytest.fixture(scope="module")
@@ -557,7 +529,7 @@ async def test_example_of_the_readme_runs(
 ) -> None:
     names: Names = {}
     await run(
-        block_with((ROOT / "README.md").read_text(), "moored.sessions"),
+        block_with(page("README"), "moored.sessions"),
         names,
         ("accounts.db", tmp_path / "accounts.db"),
         ("redis://cache", postgres_url),
