@@ -112,7 +112,7 @@ def main(
     for note in report.notes:
         print(f"  {note}", file=sys.stderr)
     if options.save:
-        _save(name, report, max(load, os.getloadavg()[0]))
+        _save(name, report, options.quick, max(load, os.getloadavg()[0]))
     if options.plot:
         (report.draw or partial(_plot, name, report))(options.plot)
     if options.json:
@@ -122,11 +122,12 @@ def main(
         _table(name, report)
 
 
-def _save(name: str, report: Report, load: float) -> None:
+def _save(name: str, report: Report, quick: bool, load: float) -> None:
     """Replace the figures of this benchmark in the file of results."""
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     results[name] = {
         "date": datetime.now(UTC).date().isoformat(),
+        "quick": quick,
         "load": round(load, 1),
         "figures": {key: asdict(figure) for key, figure in report.figures.items()},
     }

@@ -94,7 +94,7 @@ ROWS = (
 
 
 def cell(figure: Mapping[str, Any]) -> str:
-    """Return a figure with two significant digits, or as a whole number, and what it is a part of."""
+    """Return a figure with two significant digits, or as a whole number."""
     value = figure["value"]
     whole = value >= 10 or value == int(value)
     part = f" {figure['unit']}" if figure["unit"].startswith("of ") else ""
@@ -112,13 +112,21 @@ def table() -> str:
             figures = results[benchmark]["figures"]
             shown = {name: cell(figure) for name, figure in figures.items()}
             lines.append(f"| {what} | {ours.format(**shown)} | {peers.format(**shown)} |")
-    date, load = max(each["date"] for each in used), max(each["load"] for each in used)
-    lines += [
-        "",
-        f"Measured by `make bench`, the last time on {date}, with a load of the machine of up to",
-        f"{load:.0f}. Each figure is a median; a speed is the median of the ratios of paired runs.",
-    ]
+    lines += ["", *conditions(used)]
     return "\n".join(lines) + "\n"
+
+
+def conditions(used: list[dict[str, Any]]) -> list[str]:
+    """Return how the figures were measured, as far as it was recorded."""
+    date = max(each["date"] for each in used)
+    short = sum(each["quick"] for each in used)
+    loads = [each["load"] for each in used]
+    load = "unknown" if None in loads else f"{min(loads):.0f} to {max(loads):.0f}"
+    return [
+        f"Last measured on {date}; {short} of {len(used)} rows are from short runs (`--quick`), the",
+        f"others from full ones. The load of the machine was {load}: on a busy machine the figures",
+        "are unreliable. Each is a median; a speed is the median of the ratios of paired runs.",
+    ]
 
 
 def written(text: str) -> str:
