@@ -26,7 +26,7 @@ def test_the_page_shows_parts_tree_machines_and_events(service: Running, page: P
     page.open(service.url)
     page.until(f"{STATUS} === 'active'")
     assert f"pid {service.process.pid}" in page.text("#about")
-    assert page.text("#sentence") == "Everything works: 2 parts."
+    assert page.text("#sentence").startswith("Everything works: 2 parts, for ")
     postgres = "[data-part=postgres]"
     assert "active" in page.text(postgres)
     paths = "[...document.querySelectorAll('#tree [data-path]')].map(node => node.dataset.path)"

@@ -80,4 +80,4 @@ def test_the_cost_of_an_incident_includes_what_was_lost_before_it_was_noticed() 
     it.outages.report("db", "starting", "active", "")
     it.costs["callers waited"] += 100  # after it
     assert it.outages.as_list()[0]["cost"] == {"sends unknown": 3, "callers waited": 5}
-    assert list(it.outages.lines("db"))[-1] == "  cost     3 sends unknown, 5 callers waited"
+    assert list(it.outages.lines("db"))[-1] == "  cost     sends unknown: 3, callers waited: 5"

@@ -82,7 +82,7 @@ def outages(state: Mapping[str, Any], since: float = 0.0) -> Iterator[Text]:
             yield Text(f"  {', '.join(each['parts'])} {how}, {how_long}")
             yield from (Text(f"    because  {cause}") for cause in each["because"])
             if each["cost"]:
-                counts = (f"{number} {name}" for name, number in each["cost"].items())
+                counts = (f"{name}: {number}" for name, number in each["cost"].items())
                 yield Text(f"    cost     {', '.join(counts)}")
 
 

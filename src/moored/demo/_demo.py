@@ -82,7 +82,7 @@ class Demo:
             after=after,
         )
         live = app.broker(pg.outbox, name="live", channels=[CHANNEL], after=["postgres"])
-        self._echo = EchoProcess(directory) if find_spec("grpc") else None
+        self._echo = EchoProcess() if find_spec("grpc") else None
         grpc = None
         if self._echo is not None:
             app.component(name="grpc-server")(self._echo.run)
@@ -98,8 +98,9 @@ class Demo:
         app.add(faults_part(self.faults, [WELCOME] if self._echo else [NO_GRPC, WELCOME]))
 
     def close(self) -> None:
-        """Release what is reserved for the time before and after the app runs."""
-        self._server.close()
+        """Release the ports."""
+        for port in (*self._server.reserved, *([self._echo.reserved] if self._echo else [])):
+            port.close()
 
     def _faults(self) -> Iterator[Fault]:
         yield Fault(

@@ -11,7 +11,6 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from urllib.parse import quote
 
 import psycopg
 
@@ -23,6 +22,7 @@ from moored.testing import FaultProxy
 
 __all__ = ["DemoFailed", "EchoProcess", "PostgresServer"]
 
+HOST = "127.0.0.1"
 SCHEMA = "create table if not exists orders (id bigint primary key, began float8 not null)"
 #: Seconds that the gRPC server may take to end before it is killed.
 STOP_TIMEOUT = 3.0
@@ -32,34 +32,50 @@ class DemoFailed(MooredError):
     """A server of the demo has ended, or something is missing for the demo."""
 
 
-class PostgresServer:
-    """An embedded PostgreSQL with two paths: its socket, and a port with a fault proxy.
+class ReservedPort:
+    """A free port, known before its server starts, and kept for it while the server is down.
 
-    :ivar url: for queries, by the socket.
+    On Linux, a bound socket that does not listen keeps it: clients are refused, and the kernel
+    gives the port to no other program.
+    """
+
+    def __init__(self) -> None:
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._socket.bind((HOST, 0))
+        self.number: int = self._socket.getsockname()[1]
+        if sys.platform != "linux":
+            self._socket.close()
+
+    def close(self) -> None:
+        """Release the port."""
+        self._socket.close()
+
+
+class PostgresServer:
+    """An embedded PostgreSQL with two paths: its port, and the port of a fault proxy.
+
+    :ivar url: for queries.
     :ivar direct_url: for replication and notifications, through the proxy.
     """
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
+        self._directory = directory / "postgres"
         self._password = secrets.token_urlsafe(16)
         self._server: EmbeddedPostgres | None = None
-        # The port must be known before the proxy listens on it: this socket reserves it.
-        self._reserved = socket.socket()
-        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._reserved.bind(("127.0.0.1", 0))
-        port = self._reserved.getsockname()[1]
-        sockets = directory / "socket"
-        self.proxy = FaultProxy(sockets / ".s.PGSQL.5432", listen_port=port)
-        login = f"postgresql://postgres:{self._password}@"
-        self.url = f"{login}/postgres?host={quote(str(sockets), safe='')}"
-        self.direct_url = f"{login}127.0.0.1:{port}/postgres"
+        self._port, direct = ReservedPort(), ReservedPort()
+        self.proxy = FaultProxy(HOST, self._port.number, listen_port=direct.number)
+        self.reserved = self._port, direct
+        login = f"postgresql://postgres:{self._password}@{HOST}"
+        self.url = f"{login}:{self._port.number}/postgres"
+        self.direct_url = f"{login}:{direct.number}/postgres"
 
     async def run(self, ctx: ComponentContext) -> None:
         """Run the server until it ends, which is a failure: it is then started again."""
         ctx.health("starting", "PostgreSQL is being started")
         server = EmbeddedPostgres(
-            self._directory / "data",
-            socket_dir=self._directory / "socket",
+            self._directory,
+            port=self._port.number,
             password=self._password,
             options={"fsync": "off"},
         )
@@ -87,17 +103,14 @@ class PostgresServer:
         if self._server is not None and self._server.pid is not None:
             os.kill(self._server.pid, signal.SIGINT)
 
-    def close(self) -> None:
-        """Release the port."""
-        self._reserved.close()
-
 
 class EchoProcess:
     """A gRPC server in a process of its own."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self) -> None:
+        self.reserved = ReservedPort()
         #: Where it listens.
-        self.target = f"unix:{directory / 'grpc'}"
+        self.target = f"{HOST}:{self.reserved.number}"
         self._process: asyncio.subprocess.Process | None = None
 
     async def run(self, ctx: ComponentContext) -> None:

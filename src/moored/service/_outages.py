@@ -135,7 +135,7 @@ class PartOutages:
         for words in self._causes(incident):
             yield f"  because  {words}"
         if cost := self._cost(incident):
-            yield f"  cost     {', '.join(f'{number} {name}' for name, number in cost.items())}"
+            yield f"  cost     {', '.join(f'{name}: {number}' for name, number in cost.items())}"
 
     def _open(self) -> _Incident | None:
         return self._incidents[-1] if self._incidents and not self._incidents[-1].over else None

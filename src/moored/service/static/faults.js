@@ -45,7 +45,7 @@ function recovery(it, longest) {
   const done = it.healthy_after !== null;
   const word = it.failed ? "failed" : done ? "healthy" : "recovering";
   row.append(make("span", `badge ${it.failed ? "failed" : done ? "active" : "waiting"}`, word));
-  if (done) row.append(make("strong", "took", seconds(it.healthy_after)));
+  if (done) row.append(make("strong", "took", `after ${seconds(it.healthy_after)}`));
   row.append(make("span", "time", clockTime(it.wall)));
   shown.push(row);
   if (done) {
@@ -59,8 +59,8 @@ function recovery(it, longest) {
     }
     shown.push(bar);
   }
-  shown.push(make("p", "detail", recoveryText(it)));
-  if (it.noticed) shown.push(make("p", "detail", it.noticed));
+  if (it.noticed) shown.push(short(`noticed after ${seconds(it.noticed_after)}: ${it.noticed}`));
+  if (it.failed) shown.push(make("p", "detail failure", it.failed));
   if (done) shown.push(make("p", "detail", `cost: ${costText(it.cost) || "nothing"}`));
   return shown;
 }

@@ -2,18 +2,10 @@
 "use strict";
 
 const MAX_EVENTS = 200;
+const MAX_OUTAGES = 6;
 const RETRY_AFTER = 2000;
 
 const byId = (id) => document.getElementById(id);
-
-// Allow line breaks in a path after each slash.
-function breakable(element, path) {
-  path.split("/").forEach((part, place) => {
-    if (place) element.append("/", document.createElement("wbr"));
-    element.append(part);
-  });
-  return element;
-}
 
 // Durations are counted on between two states, from their value at arrival.
 function timeSince(seconds, prefix = "for ") {
@@ -43,6 +35,7 @@ function part(name, state) {
   const kind = state.kinds[name];
   const card = make("section", "part");
   card.dataset.part = name;
+  if (kind) card.dataset.kind = kind;
   const row = make("div", "row");
   const health = state.parts[name];
   const conditions = state.conditions_of[name].map((each) => state.conditions[each]);
@@ -70,7 +63,7 @@ function outage(it) {
   else row.append(make("span", "badge active", "recovered"), make("strong", "took", duration(it.lasted)));
   row.append(make("span", "time", clockTime(it.wall)));
   item.append(row, make("p", "name", Object.keys(it.parts).join(", ")));
-  for (const cause of it.because) item.append(make("p", "detail", `because ${cause}`));
+  for (const cause of it.because) item.append(short(`because ${cause}`));
   const cost = costText(it.cost);
   if (cost) item.append(make("p", "detail", `cost: ${cost}`));
   return item;
@@ -142,13 +135,14 @@ function showState(state) {
   showStatus(state.status);
   byId("about").replaceChildren(`${state.version} · pid ${state.pid} · `, timeSince(state.uptime, "up "));
   byId("service").textContent = state.tree.name;
-  byId("sentence").textContent = state.sentence;
+  const since = Math.min(...Object.values(state.conditions).map((each) => each.for));
+  byId("sentence").replaceChildren(state.sentence.replace(/\.$/, ""), ", ", timeSince(since), ".");
   const faults = Object.keys(state.kinds).find((name) => state.kinds[name] === "faults");
   showFaults(faults && state[faults]);
   const parts = Object.keys(state.parts).filter((name) => name !== "http" && name !== faults);
   byId("parts").replaceChildren(...parts.map((name) => part(name, state)));
   byId("tree").replaceChildren(node(state.tree, ""));
-  byId("outages").replaceChildren(...state.outages.map(outage));
+  byId("outages").replaceChildren(...state.outages.slice(0, MAX_OUTAGES).map(outage));
   byId("outages-section").hidden = state.outages.length === 0;
   state.events.forEach(addEvent);
 }

@@ -8,6 +8,22 @@ function make(tag, className, text) {
   return element;
 }
 
+// Allow line breaks in a path after each slash.
+function breakable(element, path) {
+  path.split("/").forEach((part, place) => {
+    if (place) element.append("/", document.createElement("wbr"));
+    element.append(part);
+  });
+  return element;
+}
+
+// At most two lines; the whole text as a tooltip.
+function short(text) {
+  const element = breakable(make("p", "detail short"), text);
+  element.title = text;
+  return element;
+}
+
 function duration(seconds) {
   if (seconds < 10) return `${Math.max(seconds, 0).toFixed(1)} s`;
   const whole = Math.round(seconds);
@@ -20,7 +36,9 @@ function duration(seconds) {
 
 const clockTime = (wall) => new Date(wall * 1000).toLocaleTimeString([], { hour12: false });
 
-const costText = (cost) => Object.entries(cost).map(([name, number]) => `${number} ${name}`).join(", ");
+const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
+
+const costText = (cost) => Object.entries(cost).map(([name, number]) => `${name}: ${number}`).join(", ");
 
 function bytes(number) {
   const units = ["bytes", "kB", "MB", "GB", "TB"];
@@ -54,13 +72,13 @@ function drawn(tag, attributes) {
   return element;
 }
 
-// A line of the last values. A counter is shown as its rate per second.
-function overTime(place, name, value, { counter = false, show = (number) => String(number) } = {}) {
+// A line of the last values. A counter is shown as its rate per second, or per minute.
+function overTime(place, name, value, { counter = false, per = "s", show = (number) => String(number) } = {}) {
   const key = `${place} ${name}`;
   const past = histories.get(key) || { points: [], last: null };
   const now = performance.now() / 1000;
   if (counter && past.last && now > past.last.at) {
-    past.points.push(Math.max(0, (value - past.last.value) / (now - past.last.at)));
+    past.points.push((Math.max(0, value - past.last.value) / (now - past.last.at)) * (per === "min" ? 60 : 1));
   } else if (!counter) {
     past.points.push(value);
   }
@@ -68,7 +86,7 @@ function overTime(place, name, value, { counter = false, show = (number) => Stri
   past.last = { at: now, value };
   histories.set(key, past);
   const newest = past.points.length ? past.points[past.points.length - 1] : 0;
-  const text = counter ? `${newest.toFixed(1)}/s` : show(newest);
+  const text = counter ? `${per === "min" ? Math.round(newest) : newest.toFixed(1)}/${per}` : show(newest);
   const item = make("li", "line");
   const top = Math.max(...past.points, 1e-9);
   const line = past.points.map((each, at) => `${100 - ((past.points.length - 1 - at) / (KEPT - 1)) * 100},${19 - (each / top) * 18}`).join(" ");
@@ -90,7 +108,7 @@ function progress(label, done, all, text) {
   return item;
 }
 
-function gauge(label, used, ready, most) {
+function gauge(label, used, ready, most, text = `${used} in use, ${ready} ready, of ${most}`) {
   const item = make("li", "gauge");
   const bar = make("div", "meter");
   bar.setAttribute("role", "meter");
@@ -106,7 +124,7 @@ function gauge(label, used, ready, most) {
   const rest = make("span");
   rest.style.flexGrow = String(Math.max(0, most - used - ready));
   bar.append(rest);
-  item.append(bar, make("span", "detail", `${used} in use, ${ready} ready, of ${most}`));
+  item.append(bar, make("span", "detail", text));
   return item;
 }
 
@@ -199,10 +217,15 @@ function broker(place, it) {
 }
 
 function sessions(place, it) {
-  const facts = Object.entries(it.states).map(([state, number]) => fact(state, String(number)));
-  for (const [protocol, counts] of Object.entries(it.totals)) {
+  const online = it.states.online || 0;
+  const all = total(it.states);
+  const facts = [gauge(`${place}: sessions`, online, 0, all, `${online} online, of ${all}`)];
+  for (const [state, number] of Object.entries(it.states)) {
+    if (state !== "online") facts.push(fact(state.replace("/", ", "), counted(number, "session")));
+  }
+  for (const counts of Object.values(it.totals)) {
     for (const name of ["acked", "rejected", "not_sent", "unknown"]) {
-      if (counts[name]) facts.push(overTime(place, `${protocol} ${name}`, counts[name], { counter: true }));
+      if (counts[name]) facts.push(overTime(place, name.replace("_", " "), counts[name], { counter: true, per: "min" }));
     }
   }
   return facts;
