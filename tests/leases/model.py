@@ -130,9 +130,8 @@ class Model:
 
     def _in_store(self, key: str) -> set[str]:
         now = self.store._now()
-        room = self.store._keys.get(key)
-        live = {} if room is None else room.live
-        return {known for known, lease in live.items() if lease.expires > now}
+        leases = self.store._keys.get(key, {})
+        return {known for known, lease in leases.items() if lease.expires > now}
 
     def local(self) -> int:
         """Return how many leases are local."""

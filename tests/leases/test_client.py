@@ -500,7 +500,7 @@ async def test_a_forked_child_has_no_leases() -> None:
 
 
 async def _inside(store: ScriptedStore) -> list[str]:
-    return [known for room in store._keys.values() for known in room.live]
+    return [known for leases in store._keys.values() for known in leases]
 
 
 def test_an_outage_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -251,7 +251,7 @@ def test_a_local_lease_gets_another_id() -> None:
 def test_the_time_heap_behaves_like_a_sorted_dictionary(
     steps: list[tuple[str, int | None]], until: int
 ) -> None:
-    heap, model = TimeHeap(), dict[str, float]()
+    heap, model = TimeHeap[str](), dict[str, float]()
     for name, when in steps:
         if when is None:
             heap.drop(name)
@@ -266,7 +266,7 @@ def test_the_time_heap_behaves_like_a_sorted_dictionary(
 
 
 def test_the_time_heap_does_not_grow_with_changes() -> None:
-    heap = TimeHeap()
+    heap = TimeHeap[str]()
     for when in range(10_000):
         heap.set("a", float(when))
     assert len(heap._heap) < 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from tests.leases.cluster import TROUBLE_UNTIL, Cluster
 from moored.leases import MemoryStore, Request
 from moored.leases._keeper import Keeper
 from moored.leases._lease_table import LeaseTable
-from moored.leases._memory import _KeyLeases
 from moored.testing import Mutant, Sim, Unretrieved, assert_caught, mutant, scaled, simulate
 
 pytestmark = pytest.mark.usefixtures("quiet")
@@ -35,33 +35,35 @@ def test_invariants_hold_in_two_thousand_simulated_schedules() -> None:
 # -- defects that must be noticed --------------------------------------------------------------
 
 
-def _counts_the_dead(self: _KeyLeases, now: float) -> None:
+def _counts_the_dead(self: MemoryStore) -> None:
     """A counter goes up with each lease and down with each release, and a crash is neither."""
 
 
 def _renews_for_anybody(self: MemoryStore, request: Request) -> bool:
     """Whoever asks extends whatever lease there is."""
-    room = self._leases_of(request.key)
-    return any(room.extend(known, self._now() + request.ttl) for known in room.live)
+    leases = self._leases_of(request.key)
+    return any(_renew(self, replace(request, id=known)) for known in leases)
 
 
 def _revives(self: MemoryStore, request: Request) -> bool:
     """A renewal brings back what has ended, and was given to others."""
-    room = self._keys.setdefault(request.key, _KeyLeases())
-    room.put(request.id, self._new(request))
+    if not _renew(self, request):
+        lease = self._new(request)
+        self._keys.setdefault(request.key, {})[request.id] = lease
+        self._ends.set((request.key, request.id), lease.expires)
     return True
 
 
 def _releases_anybodys(self: MemoryStore, request: Request) -> bool:
     """What is released is some lease of the key, not the one with this id."""
-    room = self._leases_of(request.key)
-    return any(room.drop(known) for known in list(room.live))
+    leases = list(self._leases_of(request.key))
+    return any(_release(self, replace(request, id=known)) for known in leases)
 
 
 def _forgets_fences(self: MemoryStore, request: Request) -> Any:
     """The fence begins again when a key has no lease."""
     lease = _new(self, request)
-    lease.fence = 1 + len(self._leases_of(request.key).live)
+    lease.fence = 1 + len(self._leases_of(request.key))
     return lease
 
 
@@ -74,10 +76,11 @@ def _waits_for_the_store(self: Keeper) -> None:
     """Holders are notified only when the renewal returns: there is no timer at the deadline."""
 
 
-_new, _deadline = MemoryStore._new, LeaseTable._deadline
+_new, _renew, _release = MemoryStore._new, MemoryStore._renew, MemoryStore._release
+_deadline = LeaseTable._deadline
 
 MUTANTS = [
-    mutant(_KeyLeases, "tidy", _counts_the_dead, name="a counter kept on crash"),
+    mutant(MemoryStore, "_tidy", _counts_the_dead, name="a counter kept on crash"),
     mutant(MemoryStore, "_renew", _renews_for_anybody, name="a renewal without owner check"),
     mutant(MemoryStore, "_renew", _revives, name="a renewal that revives"),
     mutant(MemoryStore, "_release", _releases_anybodys, name="a release without owner check"),

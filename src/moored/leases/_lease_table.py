@@ -76,11 +76,11 @@ class LeaseTable:
         self._entries: dict[str, Entry] = {}
         self._local: dict[str, Entry] = {}
         self._per_key: Counter[str] = Counter()
-        self._renewals = TimeHeap()
-        self._deadlines = TimeHeap()
+        self._renewals = TimeHeap[str]()
+        self._deadlines = TimeHeap[str]()
         self._doubts: dict[str, Doubt] = {}
-        self._undo = TimeHeap()
-        self._forget = TimeHeap()
+        self._undo = TimeHeap[str]()
+        self._forget = TimeHeap[str]()
 
     # -- events --------------------------------------------------------------------------------
 

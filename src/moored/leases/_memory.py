@@ -5,6 +5,7 @@ Each client of `memory://` has a store of its own; all clients of `memory://NAME
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,9 +20,6 @@ from ._url_parameters import UrlParameters
 
 __all__ = ["MemoryStore", "open_store"]
 
-# Empty keys are removed when there are this many keys, or more.
-_SWEEP_AT = 1000
-
 
 @dataclass
 class _StoredLease:
@@ -33,37 +31,6 @@ class _StoredLease:
     expires: float
 
 
-class _KeyLeases:
-    """The leases of one key, by id, and their expiry times."""
-
-    def __init__(self) -> None:
-        self.live: dict[str, _StoredLease] = {}
-        self._ends = TimeHeap()
-
-    def put(self, lease_id: str, lease: _StoredLease) -> None:
-        """Add a lease."""
-        self.live[lease_id] = lease
-        self._ends.set(lease_id, lease.expires)
-
-    def extend(self, lease_id: str, expires: float) -> bool:
-        """Extend a lease; False if there is none."""
-        if (lease := self.live.get(lease_id)) is None:
-            return False
-        lease.expires = expires
-        self._ends.set(lease_id, expires)
-        return True
-
-    def drop(self, lease_id: str) -> bool:
-        """Remove a lease; False if there is none."""
-        self._ends.drop(lease_id)
-        return self.live.pop(lease_id, None) is not None
-
-    def tidy(self, now: float) -> None:
-        """Remove expired leases."""
-        for ended in self._ends.pop(now):
-            del self.live[ended]
-
-
 class MemoryStore:
     """Leases and rate limits in memory, safe to use from several event loops and threads.
 
@@ -73,10 +40,12 @@ class MemoryStore:
     def __init__(self, *, clock: Clock | None = None) -> None:
         self._clock = clock or Clock.system()
         self._lock = threading.Lock()
-        self._keys: dict[str, _KeyLeases] = {}
-        self._limits: dict[str, float] = {}
+        # The leases of each key that has some, by id.
+        self._keys: dict[str, dict[str, _StoredLease]] = {}
+        # When each lease expires, by key and id; and when each rate limit is full again.
+        self._ends = TimeHeap[tuple[str, str]]()
+        self._limits = TimeHeap[str]()
         self._fence = 0
-        self._sweep_at = _SWEEP_AT
 
     def _now(self) -> float:
         return self._clock.monotonic()
@@ -90,15 +59,13 @@ class MemoryStore:
     async def acquire(self, request: Request) -> Grant | None:
         """Grant a lease if fewer than the limit are live, else return None."""
         with self._lock:
-            self._sweep()
             leases = self._leases_of(request.key)
-            lease = leases.live.get(request.id)
+            lease = leases.get(request.id)
             if lease is None:
-                if len(leases.live) >= request.limit:
+                if len(leases) >= request.limit:
                     return None
-                lease = self._new(request)
-                leases.put(request.id, lease)
-                self._keys[request.key] = leases
+                lease = self._keys.setdefault(request.key, leases)[request.id] = self._new(request)
+                self._ends.set((request.key, request.id), lease.expires)
             return Grant(request.id, lease.fence)
 
     def _new(self, request: Request) -> _StoredLease:
@@ -113,7 +80,11 @@ class MemoryStore:
             return [self._renew(request) for request in requests]
 
     def _renew(self, request: Request) -> bool:
-        return self._leases_of(request.key).extend(request.id, self._now() + request.ttl)
+        if (lease := self._leases_of(request.key).get(request.id)) is None:
+            return False
+        lease.expires = self._now() + request.ttl
+        self._ends.set((request.key, request.id), lease.expires)
+        return True
 
     async def release(self, requests: Sequence[Request]) -> Sequence[bool]:
         """End leases; False for each that was not live."""
@@ -121,49 +92,52 @@ class MemoryStore:
             return [self._release(request) for request in requests]
 
     def _release(self, request: Request) -> bool:
-        return self._leases_of(request.key).drop(request.id)
+        live = request.id in self._leases_of(request.key)
+        if live:
+            self._remove(request.key, request.id)
+        return live
 
     async def take(self, key: str, *, rate: float, burst: int, tokens: int) -> Taken:
         """Take up to `tokens` from a limit of `rate` per second with this burst."""
         with self._lock:
-            self._sweep()
-            self._limits[key], taken = _gcra.take(
-                self._limits.get(key),
-                self._now(),
-                rate=rate,
-                burst=burst,
-                tokens=tokens,
+            now = self._now()
+            self._limits.pop(now)
+            known = self._limits.get(key)  # infinity: it is not stored, because it is full
+            full_at, taken = _gcra.take(
+                None if known == math.inf else known, now, rate=rate, burst=burst, tokens=tokens
             )
+            self._limits.set(key, full_at)
             return taken
 
     async def held(self, key: str | None = None) -> Sequence[Held]:
         """Return the live leases of one key, or of all keys."""
         with self._lock:
-            keys = list(self._keys) if key is None else [key]
             now = self._now()
+            self._tidy()
             return [
                 Held(each, id_, lease.fence, lease.holder, lease.created_at, lease.expires - now)
-                for each in keys
-                for id_, lease in self._leases_of(each).live.items()
+                for each in (list(self._keys) if key is None else [key])
+                for id_, lease in self._leases_of(each).items()
             ]
 
-    def _leases_of(self, key: str) -> _KeyLeases:
-        """Return the live leases of a key, after removing the expired ones."""
-        leases = self._keys.get(key) or _KeyLeases()
-        leases.tidy(self._now())
-        return leases
+    def _leases_of(self, key: str) -> dict[str, _StoredLease]:
+        """Return the live leases of a key, by id."""
+        self._tidy()
+        return self._keys.get(key, {})
 
-    def _sweep(self) -> None:
-        """Remove empty keys, each time that the number of keys has doubled since the last time."""
-        if len(self._keys) + len(self._limits) < self._sweep_at:
-            return
-        now = self._now()
-        self._keys = {key: leases for key in self._keys if (leases := self._leases_of(key)).live}
-        self._limits = {key: at for key, at in self._limits.items() if at > now}
-        self._sweep_at = max(_SWEEP_AT, 2 * (len(self._keys) + len(self._limits)))
+    def _tidy(self) -> None:
+        """Remove the expired leases of all keys."""
+        for key, lease_id in self._ends.pop(self._now()):
+            self._remove(key, lease_id)
+
+    def _remove(self, key: str, lease_id: str) -> None:
+        self._ends.drop((key, lease_id))
+        del self._keys[key][lease_id]
+        if not self._keys[key]:
+            del self._keys[key]
 
     def __repr__(self) -> str:
-        leases = sum(len(each.live) for each in self._keys.values())
+        leases = sum(map(len, self._keys.values()))
         return f"<MemoryStore: {leases} leases of {len(self._keys)} keys>"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from typing import Any, Generic, TypeVar
 
 __all__ = ["TimeHeap"]
 
@@ -13,16 +14,20 @@ _ENTRIES_PER_NAME = 2
 _SPARE_ENTRIES = 64
 
 
-class TimeHeap:
+#: A string, or a tuple of strings: names with equal times are compared.
+N = TypeVar("N", bound=Any)
+
+
+class TimeHeap(Generic[N]):
     """One time for each name, earliest first. Setting a name to infinity removes it."""
 
     __slots__ = ("_heap", "_times")
 
     def __init__(self) -> None:
-        self._times: dict[str, float] = {}
-        self._heap: list[tuple[float, str]] = []
+        self._times: dict[N, float] = {}
+        self._heap: list[tuple[float, N]] = []
 
-    def set(self, name: str, when: float) -> None:
+    def set(self, name: N, when: float) -> None:
         """Set or replace the time of a name."""
         if when == math.inf:
             self.drop(name)
@@ -33,11 +38,11 @@ class TimeHeap:
                 self._heap = [(when, name) for name, when in self._times.items()]
                 heapq.heapify(self._heap)
 
-    def drop(self, name: str) -> None:
+    def drop(self, name: N) -> None:
         """Remove a name; unknown names are ignored."""
         self._times.pop(name, None)
 
-    def get(self, name: str) -> float:
+    def get(self, name: N) -> float:
         """Return the time of a name, or infinity if it has none."""
         return self._times.get(name, math.inf)
 
@@ -48,7 +53,7 @@ class TimeHeap:
             heapq.heappop(heap)
         return heap[0][0] if heap else math.inf
 
-    def pop(self, until: float) -> list[str]:
+    def pop(self, until: float) -> list[N]:
         """Remove and return the names whose time is at most `until`, earliest first."""
         found = []
         while self.first() <= until and self._heap:

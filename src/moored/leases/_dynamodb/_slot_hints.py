@@ -19,7 +19,7 @@ class SlotHints:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._slots: dict[str, int] = {}
-        self._ends = TimeHeap()
+        self._ends = TimeHeap[str]()
 
     def note(self, request: Request, slot: int) -> None:
         """Record that the lease may be in this slot, for its ttl from now."""
