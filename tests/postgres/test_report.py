@@ -182,7 +182,9 @@ async def test_attaching_again_needs_no_new_connection(make: MakePostgres, sql: 
         await sql.execute("insert into orders values (2, 'x')")
         await following(changes)
         await changes.aclose()
-        pg._hub._backlogs["default"].complete = False
+        backlog = pg._hub._known["default"].backlog
+        assert backlog is not None
+        backlog.complete = False
         changes = pg.changes(tables=["orders"])
         await following(changes)
         now = pg.statistics()

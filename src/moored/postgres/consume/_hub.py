@@ -12,6 +12,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain
 
 from moored.kernel import Clock, Recorder, counted
@@ -27,12 +28,39 @@ from ._consumer import Attachment, Changes, Reset, Transaction
 from ._continuity import NO_COMMIT, CommitMark, Continuity
 from ._progress import Progress
 from ._published import Published
-from ._store import StateStore
+from ._store import Saved, StateStore
 from ._tables import Followed, Table, dump, load
 
 __all__ = ["Hub"]
 
 log = logging.getLogger("moored.postgres")
+
+
+@dataclass(eq=False)
+class _KnownConsumer:
+    """A consumer that is known by its name."""
+
+    name: str
+    #: None before its first position, and after a reset.
+    progress: Progress | None = None
+    #: The reason of a reset that it has not handled yet.
+    reset: str | None = None
+    #: The tables that it follows, as they were last confirmed.
+    followed: dict[str, Followed] = field(default_factory=dict)
+    #: The attachment whose acknowledgements are valid, also after its end.
+    attachment: Attachment | None = None
+    #: Whether its tables were confirmed since the last reset: only then it gets a `Reset` and later
+    #: transactions.
+    confirmed: bool = False
+    #: Whether it was not given transactions because it was not confirmed.
+    skipped: bool = False
+    #: The transactions that it would need again if it attached again.
+    backlog: Backlog | None = None
+    #: Whether it needs transactions which only the server has: until these are sent again, it is
+    #: given none.
+    behind: bool = False
+    #: A `start=` that was not checked against the server yet.
+    start: Position | None = None
 
 
 class Hub:
@@ -44,28 +72,12 @@ class Hub:
         self._store = store
         self._recorder = recorder
         self.pressure = Backpressure(self.attached, clock or Clock.system())
-        self._progress: dict[str, Progress | None] = {}
-        self._resets: dict[str, str] = {}
+        #: All consumers by their names, also those that are not attached.
+        self._known: dict[str, _KnownConsumer] = {}
         self._attached: weakref.WeakValueDictionary[str, Changes] = weakref.WeakValueDictionary()
-        #: The attachment of each consumer whose acknowledgements are valid, also after its end.
-        self._attachments: dict[str, Attachment] = {}
         #: Whether `on_progress` was called since the last `flushed()`.
         self._progress_reported = False
-        #: The tables that each consumer follows, also while it is not attached.
-        self._followed: dict[str, dict[str, Followed]] = {}
-        #: Consumers whose tables were confirmed since the last reset: only they get a `Reset` and
-        #: later transactions.
-        self._confirmed: set[str] = set()
-        #: Consumers that were not given transactions because they were not confirmed.
-        self._skipped: set[str] = set()
         self.published = Published()
-        #: The transactions that each consumer would need again if it attached again.
-        self._backlogs: dict[str, Backlog] = {}
-        #: Consumers that need transactions which only the server has: until these are sent again,
-        #: they are given none.
-        self._behind: set[str] = set()
-        #: Consumers with a `start=` that was not checked against the server yet.
-        self._starting: dict[str, Position] = {}
         #: The end of the last transaction that was applied; None before the stream began.
         self.seen: int | None = None
         #: The end of the last transaction that this process has applied; 0 if there was none.
@@ -98,51 +110,39 @@ class Hub:
             self.seen = None
             self._last = NO_COMMIT
         self._last = max(self._last, self._store.last())
-        for name in [name for name in self._progress if name not in kept]:
+        for name in [name for name in self._known if name not in kept]:
             self._dropped_elsewhere(name)
         for name, saved in kept.items():
-            mine, at = self._progress.get(name), saved.acknowledged
-            self._followed[name] = load(saved.followed)
+            known = self._known.setdefault(name, _KnownConsumer(name))
+            known.followed = load(saved.followed)
             if missed is not None:
-                self._attachments.pop(name, None)
-            if missed is not None or mine is None:
-                self._progress[name] = None if at is None else Progress(at, saved.delivered)
-            elif at is not None:
-                mine.reached(at, saved.delivered)
+                known.attachment = None
+            if missed is not None or known.progress is None:
+                known.progress = _progress_of(saved)
+            elif saved.acknowledged is not None:
+                known.progress.reached(saved.acknowledged, saved.delivered)
             reason = saved.reset or (missed if name in self._attached else None)
-            if reason is not None and (missed is not None or name not in self._resets):
-                self._confirmed.discard(name)
-                self._start_over(name, reason)
+            if reason is not None and (missed is not None or known.reset is None):
+                known.confirmed = False
+                self._start_over(known, reason)
 
     def _dropped_elsewhere(self, name: str) -> None:
-        self._forget(name)
+        del self._known[name]
         if name in self._attached:
+            known = self._known[name] = _KnownConsumer(name)
             reason = f"the consumer {name!r} was dropped by another instance"
-            self._progress[name] = None
             self._store.add(name, None)
             self._store.reset(reason, name)
-            self._confirmed.discard(name)
-            self._start_over(name, reason)
+            self._start_over(known, reason)
 
-    def _start_over(self, name: str, reason: str) -> None:
+    def _start_over(self, known: _KnownConsumer, reason: str) -> None:
         """Reset a consumer: deliver the `Reset` now, when it is confirmed, or when it attaches."""
-        self._resets[name] = reason
-        self._backlogs.pop(name, None)
-        self._attachments.pop(name, None)
-        if (changes := self._attached.get(name)) is not None:
+        known.reset, known.backlog, known.attachment = reason, None, None
+        if (changes := self._attached.get(known.name)) is not None:
             changes._start_over()
-            self._attachments[name] = changes._attachment
-            if name in self._confirmed:
+            known.attachment = changes._attachment
+            if known.confirmed:
                 changes._put(Reset(reason))
-
-    def _forget(self, name: str) -> None:
-        self._progress.pop(name, None)
-        self._resets.pop(name, None)
-        self._attachments.pop(name, None)
-        self._starting.pop(name, None)
-        self._followed.pop(name, None)
-        self._backlogs.pop(name, None)
-        self._behind.discard(name)
 
     # -- consumers -----------------------------------------------------------------------------
 
@@ -158,79 +158,79 @@ class Hub:
         changes = Changes(self, name, tables)
         if start is not None:
             self._start_at(name, start)
-        elif name not in self._progress:
+        elif name not in self._known:
             self._add(name)
         self._attached[name] = changes
         self.published.forget_refusal(name)
-        self._attachments[name] = changes._attachment
-        progress = self._progress[name]
-        if progress is not None:
-            progress.rewind()
-            self._join(changes, progress)
+        known = self._known[name]
+        known.attachment = changes._attachment
+        if known.progress is not None:
+            known.progress.rewind()
+            self._join(known, known.progress, changes)
         self.on_tables()
         return changes
 
-    def _join(self, changes: Changes, progress: Progress) -> None:
+    def _join(self, known: _KnownConsumer, progress: Progress, changes: Changes) -> None:
         """Let a known consumer join a stream that may be running."""
-        name, at = changes.name, progress.acknowledged
+        at = progress.acknowledged
         if self.seen is None:
             return
-        backlog = self._backlogs.setdefault(name, self._new_backlog(at >= self.seen))
-        if backlog.complete and name not in self._starting and name not in self._resets:
+        backlog = known.backlog = known.backlog or self._new_backlog(at >= self.seen)
+        if backlog.complete and known.start is None and known.reset is None:
             self._give(backlog.take(), changes, progress, backlog)
             return
         # Only the server has its unacknowledged transactions: they must be sent again. And only the
         # server knows whether its WAL reaches the chosen start position.
-        too_far = name in self._starting and at > max(self.seen, self._log_end or 0)
+        too_far = known.start is not None and at > max(self.seen, self._log_end or 0)
         if at < self.seen or too_far:
-            self._behind.add(name)
+            known.behind = True
             backlog.complete = False  # until the stream is restarted
             self.on_rewind()
         else:
-            self._starting.pop(name, None)
+            known.start = None
 
     def _new_backlog(self, complete: bool = True) -> Backlog:
         return Backlog(self.pressure.queue_bytes, self.pressure.queue_length, complete)
 
     def _add(self, name: str) -> None:
         if (saved := self._store.consumers().get(name)) is not None:  # added by another process
-            at = saved.acknowledged
-            self._progress[name] = None if at is None else Progress(at, saved.delivered)
-            self._followed[name] = load(saved.followed)
-            if saved.reset is not None:
-                self._resets[name] = saved.reset
+            followed = load(saved.followed)
+            self._known[name] = _KnownConsumer(name, _progress_of(saved), saved.reset, followed)
             return
         self._store.add(name, self.seen)  # first: it may fail
-        self._progress[name] = None if self.seen is None else Progress(self.seen)
-        if self.adopted and self.seen is not None:
-            self._resets[name] = reason = (
-                "the stored state of this stream was lost, so the position of the consumer "
-                f"{name!r} is unknown: it begins at the newest transaction"
-            )
-            self._store.reset(reason, name)
+        known = self._known[name] = _KnownConsumer(name)
+        if self.seen is not None:
+            known.progress = Progress(self.seen)
+            if self.adopted:
+                known.reset = (
+                    "the stored state of this stream was lost, so the position of the consumer "
+                    f"{name!r} is unknown: it begins at the newest transaction"
+                )
+                self._store.reset(known.reset, name)
 
     def _start_at(self, name: str, start: Position) -> None:
-        known, reason = self._store.history(), None
-        if known is not None and start.history != known:
-            reason = of_another_history(start, known)
+        history, reason = self._store.history(), None
+        if history is not None and start.history != history:
+            reason = of_another_history(start, history)
         elif start.lsn < self._created_at:
             reason = before_the_slot(start)
+        known = self._known.get(name) or _KnownConsumer(name)
         if reason is not None:
             self._store.add(name, self.seen)
             self._store.reset(reason, name)
-            self._progress[name] = None if self.seen is None else Progress(self.seen)
-            self._resets[name] = reason
+            known.progress = None if self.seen is None else Progress(self.seen)
+            known.reset = reason
+            self._known[name] = known
             return
-        before = self._progress.get(name)
         # An unknown consumer may have missed any transaction before now.
-        delivered = self._applied if before is None else before.delivered
+        delivered = self._applied if known.progress is None else known.progress.delivered
         # The position is stored when the server has confirmed that it exists: a stored position
         # beyond the end of the WAL would reset all consumers. An earlier one is stored now.
         saved = self._store.consumers().get(name)
         kept = None if saved is None else saved.acknowledged
         self._store.add(name, None if kept is None else min(kept, start.lsn))
-        self._progress[name] = Progress(start.lsn, delivered)
-        self._starting[name] = start
+        known.progress, known.start = Progress(start.lsn, delivered), start
+        self._known[name] = known
 
     def check_starts(self, history: History, found: Findings) -> None:
         """Reset the consumers whose `start=` does not exist on this server.
@@ -240,25 +240,28 @@ class Hub:
         self._log_end = int(found.wal_position)
         if found.slot_created:
             self._created_at = int(found.confirmed)
-        for name, start in list(self._starting.items()):
+        for known, start in self._starting():
             if start.history != history:
-                self._refuse_start(name, of_another_history(start, history))
+                self._refuse_start(known, of_another_history(start, history))
             elif found.slot_created:
-                self._refuse_start(name, before_the_slot(start))
+                self._refuse_start(known, before_the_slot(start))
             elif start.lsn > found.wal_position:
-                self._refuse_start(name, beyond_the_end(start, found.wal_position))
+                self._refuse_start(known, beyond_the_end(start, found.wal_position))
 
-    def _refuse_start(self, name: str, reason: str) -> None:
-        del self._starting[name]
-        self._progress[name] = None
-        self._store.reset(reason, name)
-        self._start_over(name, reason)
+    def _starting(self) -> list[tuple[_KnownConsumer, Position]]:
+        return [(each, each.start) for each in self._known.values() if each.start is not None]
+
+    def _refuse_start(self, known: _KnownConsumer, reason: str) -> None:
+        known.start = known.progress = None
+        self._store.reset(reason, known.name)
+        self._start_over(known, reason)
 
     def detach(self, changes: Changes) -> None:
         """Detach a consumer; it may still acknowledge delivered transactions."""
         if self._attached.get(changes.name) is changes:
             del self._attached[changes.name]
-            self._confirmed.discard(changes.name)
+            if (known := self._known.get(changes.name)) is not None:
+                known.confirmed = False
         self.published.closed(changes)
         self.pressure.taken()
 
@@ -272,7 +275,7 @@ class Hub:
     async def drop(self, name: str, reason: str | None = None) -> None:
         """Remove a consumer; with a reason, reset it instead, to the newest transaction."""
         if reason is None:
-            self._forget(name)
+            self._known.pop(name, None)
             if (changes := self._attached.get(name)) is not None:
                 changes._end(PostgresError(f"the consumer {name!r} was dropped while attached"))
                 self.detach(changes)
@@ -290,22 +293,21 @@ class Hub:
     async def _reset_one(self, name: str, reason: str, at: int = 0) -> None:
         # Store it first: after a crash, a confirmed position must not be unknown here.
         await asyncio.to_thread(self._store.reset, reason, name)
-        if name not in self._progress:
+        if (known := self._known.get(name)) is None:
             return  # it was dropped meanwhile
         # Transactions were received meanwhile: discard queued and outstanding ones in one step.
-        self._starting.pop(name, None)
-        self._behind.discard(name)
-        self._progress[name] = self._from_now(at)
-        self._start_over(name, reason)
+        known.start, known.behind = None, False
+        known.progress = self._from_now(at)
+        self._start_over(known, reason)
 
     def acknowledge(self, attachment: Attachment, end: int) -> bool:
         """Acknowledge the transaction that ends here; return whether that is valid."""
-        progress = self._progress.get(attachment.name)
-        if progress is None or self._attachments.get(attachment.name) is not attachment:
+        known = self._known.get(attachment.name)
+        if known is None or known.progress is None or known.attachment is not attachment:
             return False
-        if progress.ack(end):
-            if (backlog := self._backlogs.get(attachment.name)) is not None:
-                backlog.acknowledged(progress.acknowledged)
+        if known.progress.ack(end):
+            if known.backlog is not None:
+                known.backlog.acknowledged(known.progress.acknowledged)
             if not self._progress_reported:
                 self._progress_reported = True  # until the next call of `flushed`
                 self.on_progress()
@@ -315,8 +317,9 @@ class Hub:
         """Record that a consumer has handled a reset, unless there is another one by now."""
         name, reason = changes.name, reset.reason
         await asyncio.to_thread(self._store.reset_handled, name, reason)
-        if self._resets.get(name) == reason:
-            del self._resets[name]
+        known = self._known.get(name)
+        if known is not None and known.reset == reason:
+            known.reset = None
 
     # -- the stream ----------------------------------------------------------------------------
 
@@ -325,36 +328,34 @@ class Hub:
         self.history = history
         self._continuity = Continuity(self._last, self._store.confirmed() or 0, confirmed)
         self.seen = confirmed if self.seen is None else max(self.seen, confirmed)
-        for name, start in list(self._starting.items()):
+        for known, start in self._starting():
             # It may have attached after check_starts().
             if start.history != history:
-                self._refuse_start(name, of_another_history(start, history))
+                self._refuse_start(known, of_another_history(start, history))
             elif self._log_end is not None and start.lsn > max(self._log_end, self.seen):
-                self._refuse_start(name, beyond_the_end(start, Lsn(self._log_end)))
-        for name, progress in self._progress.items():
+                self._refuse_start(known, beyond_the_end(start, Lsn(self._log_end)))
+        for known in self._known.values():
+            progress, starts = known.progress, known.start is not None
             if progress is None:
-                self._progress[name] = Progress(confirmed, confirmed)
-            elif name in self._starting and progress.acknowledged < min(
-                confirmed, progress.delivered
-            ):
-                self._too_early(name, progress, confirmed)
+                known.progress = Progress(confirmed, confirmed)
+            elif starts and progress.acknowledged < min(confirmed, progress.delivered):
+                self._too_early(known, progress, confirmed)
             else:
                 progress.passed(confirmed)
-        self._backlogs = {name: self._new_backlog() for name in self._progress}
-        self._behind.clear()
-        self._skipped.clear()
-        self._starting.clear()
+            known.backlog = self._new_backlog()
+            known.behind = known.skipped = False
+            known.start = None
 
-    def _too_early(self, name: str, progress: Progress, confirmed: int) -> None:
+    def _too_early(self, known: _KnownConsumer, progress: Progress, confirmed: int) -> None:
         """Reset a consumer whose `start=` is before transactions that the server has discarded."""
         reason = (
             f"the position {Lsn(progress.acknowledged)} is before the last acknowledged "
             f"transaction, at {Lsn(progress.delivered)}, and the server has discarded the "
             "transactions in between"
         )
-        self._progress[name] = Progress(confirmed, confirmed)
-        self._store.reset(reason, name)
-        self._start_over(name, reason)
+        known.progress = Progress(confirmed, confirmed)
+        self._store.reset(reason, known.name)
+        self._start_over(known, reason)
 
     def apply_all(self, done: Sequence[Committed]) -> None:
         """Take transactions in commit order, and deliver them to the consumers."""
@@ -364,20 +365,18 @@ class Hub:
                 if not self._continuity.proven:
                     self._compare(self._continuity.committed(commit))
                 self._last = max(self._last, commit)
-        for name, progress in self._progress.items():
-            if progress is None:
-                continue
-            changes = self._attached.get(name)
-            if name in self._behind:
-                continue  # it is sent again when the stream is restarted
-            backlog = self._backlogs.setdefault(name, self._new_backlog())
-            if changes is None:
+        for known in self._known.values():
+            progress = known.progress
+            if progress is None or known.behind:
+                continue  # if it is behind, all is sent again when the stream is restarted
+            backlog = known.backlog = known.backlog or self._new_backlog()
+            if (changes := self._attached.get(known.name)) is None:
                 for committed in done:
                     if committed.end_lsn > progress.acknowledged:
                         backlog.append(committed)
                 continue
-            if name in self._resets and name not in self._confirmed:
-                self._skipped.add(name)  # the Reset must be delivered first
+            if known.reset is not None and not known.confirmed:
+                known.skipped = True  # the Reset must be delivered first
                 continue
             self._give(done, changes, progress, backlog)
         for committed in done:
@@ -385,8 +384,8 @@ class Hub:
             if self.seen is None or end > self.seen:
                 self.seen = end
             if described := committed.body.described:
-                known = [self.followed(name).values() for name in self._attached]
-                if any(each.contradicts(now) for now in described for each in chain(*known)):
+                followed = [self.followed(name).values() for name in self._attached]
+                if any(each.contradicts(now) for now in described for each in chain(*followed)):
                     self.on_tables()
 
     def _compare(self, difference: str | None) -> None:
@@ -400,7 +399,7 @@ class Hub:
     ) -> None:
         history, attachment, tables = self.history, changes._attachment, None
         assert history is not None  # a stream has begun
-        followed = self._followed.get(changes.name, {})
+        followed = self.followed(changes.name)
         for committed in done:
             if changes.tables:
                 tables = changes._choose(committed, followed)
@@ -416,26 +415,26 @@ class Hub:
     def flushed(self) -> int:
         """Return the LSN before which every consumer has acknowledged everything."""
         self._progress_reported = False
-        known = [progress.acknowledged for progress in self._progress.values() if progress]
-        return min(known, default=self.seen or 0)
+        places = [each.progress.acknowledged for each in self._known.values() if each.progress]
+        return min(places, default=self.seen or 0)
 
     def passed(self, end: int) -> None:
         """Advance all consumers to this LSN: everything before it was sent and acknowledged."""
         if not self._continuity.proven:
             self._compare(self._continuity.passed(end))
         self._log_end = max(end, self._log_end or 0)
-        for name, progress in self._progress.items():
+        for each in self._known.values():
             # A consumer that waits for a restart of the stream may need earlier transactions.
-            if progress is not None and name not in self._behind and name not in self._starting:
-                progress.passed(end)
+            if each.progress is not None and not each.behind and each.start is None:
+                each.progress.passed(end)
 
     async def checkpoint(self, end: int) -> None:
         """Store all positions before this LSN is confirmed to the server."""
         known = {
-            name: progress
-            for name, progress in self._progress.items()
+            name: each.progress
+            for name, each in self._known.items()
             # Whether a chosen start position exists is unknown until the stream begins.
-            if progress is not None and name not in self._starting
+            if each.progress is not None and each.start is None
         }
         now = {name: progress.acknowledged for name, progress in known.items()}
         delivered = {name: progress.delivered for name, progress in known.items()}
@@ -455,22 +454,20 @@ class Hub:
         self._applied = self._created_at = 0
         self._last = NO_COMMIT
         self._log_end = None
-        self._starting.clear()
-        self._followed.clear()
-        self._confirmed.clear()
         self.published.clear()
         self._recorder.record("postgres.hub", f"reset: {reason}", kind="info")
-        log.warning("reset of %s: %s", counted(len(self._progress), "consumer"), reason)
-        for name in self._progress:
-            self._progress[name] = None
-            self._start_over(name, reason)
+        log.warning("reset of %s: %s", counted(len(self._known), "consumer"), reason)
+        for known in self._known.values():
+            known.progress = known.start = None
+            known.followed, known.confirmed = {}, False
+            self._start_over(known, reason)
 
     def slowest(self) -> str | None:
         """Return the consumer that is furthest behind; None if all are up to date."""
         behind = {
-            name: progress.acknowledged
-            for name, progress in self._progress.items()
-            if progress is not None and progress.acknowledged < (self.seen or 0)
+            name: each.progress.acknowledged
+            for name, each in self._known.items()
+            if each.progress is not None and each.progress.acknowledged < (self.seen or 0)
         }
         return min(behind, key=lambda name: behind[name], default=None)
 
@@ -488,7 +485,8 @@ class Hub:
 
     def followed(self, name: str) -> Mapping[str, Followed]:
         """Return the tables that a consumer follows, as they were last confirmed."""
-        return self._followed.get(name, {})
+        known = self._known.get(name)
+        return {} if known is None else known.followed
 
     async def follow(
         self, changes: Changes, tables: dict[str, Followed], missed: str | None, at: int
@@ -501,14 +499,14 @@ class Hub:
         name = changes.name
         if self._attached.get(name) is not changes:
             return {}
-        known = self._followed.get(name)
+        before = self._known[name].followed
         # Without an await before: transactions after the reset are those of these tables.
-        self._followed[name], changes._known = tables, None
+        self._known[name].followed, changes._known = tables, None
         self._confirm(changes, at)
         if missed is not None:
             log.warning("reset of the consumer %r: %s", name, missed)
             await self._reset_one(name, missed, at)
-        return {} if known == tables else {name: dump(tables)}
+        return {} if before == tables else {name: dump(tables)}
 
     def unused(self, wanted: Iterable[Table]) -> set[int]:
         """Return the added entries of the publication that no consumer follows or wants.
@@ -517,13 +515,13 @@ class Hub:
 
         :param wanted: the tables of the attached consumers.
         """
-        away = [name for name in self._progress if name not in self._attached]
-        if not all(map(self._followed.get, away)):
+        away = [each for name, each in self._known.items() if name not in self._attached]
+        if not all(each.followed for each in away):
             return set()
         members = {each.listed for each in wanted}
-        for tables in self._followed.values():
-            known = ",".join(each.member for each in tables.values())
-            members |= {int(oid) for oid in known.split(",") if oid}
+        for known in self._known.values():
+            oids = ",".join(each.member for each in known.followed.values())
+            members |= {int(oid) for oid in oids.split(",") if oid}
         return self._store.added() - members
 
     async def keep_added(
@@ -538,26 +536,26 @@ class Hub:
         await asyncio.to_thread(self._store.follow, followed)
 
     def _confirm(self, changes: Changes, at: int = 0) -> None:
-        name = changes.name
-        if name in self._confirmed:
+        known = self._known[changes.name]
+        if known.confirmed:
             return
-        self._confirmed.add(name)
-        if name not in self._resets:
+        known.confirmed = True
+        if known.reset is None:
             return
-        if name in self._skipped:
-            self._skipped.discard(name)
-            self._progress[name] = self._from_now(at)
-        changes._put(Reset(self._resets[name]))
+        if known.skipped:
+            known.skipped = False
+            known.progress = self._from_now(at)
+        changes._put(Reset(known.reset))
 
     async def publication_changed(self, before: str, after: str) -> None:
         """Record a change of the publication by this process: no changes were missed by it."""
-        for tables in self._followed.values():
-            tables |= {
+        for known in self._known.values():
+            known.followed |= {
                 wanted: each._replace(publication=after)
-                for wanted, each in tables.items()
+                for wanted, each in known.followed.items()
                 if each.publication == before
             }
-        await self.keep_followed({name: dump(each) for name, each in self._followed.items()})
+        await self.keep_followed({name: dump(each.followed) for name, each in self._known.items()})
 
     # -- back-pressure -------------------------------------------------------------------------
 
@@ -579,10 +577,10 @@ class Hub:
 
     def consumers(self) -> dict[str, dict[str, object]]:
         """Return the state of each consumer, as plain data."""
-        return {name: self._describe(name, progress) for name, progress in self._progress.items()}
+        return {name: self._describe(known) for name, known in self._known.items()}
 
-    def _describe(self, name: str, progress: Progress | None) -> dict[str, object]:
-        changes = self._attached.get(name)
+    def _describe(self, known: _KnownConsumer) -> dict[str, object]:
+        changes, progress = self._attached.get(known.name), known.progress
         return {
             "attached": changes is not None,
             "acknowledged": None if progress is None else str(Lsn(progress.acknowledged)),
@@ -591,9 +589,13 @@ class Hub:
             "queued": 0 if changes is None else len(changes._queue),
             "queued_bytes": 0 if changes is None else changes._bytes,
             "full": changes is not None and self.pressure.is_full(changes),
-            "reset": self._resets.get(name),
+            "reset": known.reset,
             "unpublished": [] if changes is None else changes.unpublished,
         }
 
     def __repr__(self) -> str:
-        return f"<Hub: {counted(len(self._progress), 'consumer')}, {len(self._attached)} attached>"
+        return f"<Hub: {counted(len(self._known), 'consumer')}, {len(self._attached)} attached>"
+
+
+def _progress_of(saved: Saved) -> Progress | None:
+    return None if saved.acknowledged is None else Progress(saved.acknowledged, saved.delivered)
