@@ -15,9 +15,8 @@ import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
 from moored.kernel import Backoff, Context, IllegalMove, Machine, Move
-from moored.postgres import _postgres
 from moored.postgres.consume import _store
-from moored.postgres.manage import Stack, _manager, _stack
+from moored.postgres.manage import Stack, _manager, _restarter, _stack
 from moored.postgres.manage._manager import Manager, SubsystemFailed
 from moored.postgres.manage._manager_core import Actions, ManagerCore, Role
 from moored.postgres.manage._parts import PostedEvent
@@ -160,13 +159,13 @@ class WatchedManager(Manager):
 
 def _of_core(core: ManagerCore) -> Instance:
     return next(
-        each for each in _world().instances if each.pg is not None and each.pg._core is core
+        each for each in _world().instances if each.pg is not None and each.pg._stack.core is core
     )
 
 
 def _of_backoff(backoff: Backoff) -> Instance | None:
     for each in _world().instances:
-        if each.pg is not None and each.pg._core.backoff is backoff:
+        if each.pg is not None and each.pg._stack.core.backoff is backoff:
             return each
     return None
 
@@ -184,7 +183,7 @@ def seams() -> Iterator[None]:
             (_stack, "ManagerCore", WatchedCore),
             (_stack, "Backoff", WatchedBackoff),
             (_stack, "Machine", WatchedMachine),
-            (_postgres, "Manager", WatchedManager),
+            (_restarter, "Manager", WatchedManager),
             (_connect, "cut", _cut),
             (asyncio, "to_thread", _to_thread),
         ):

@@ -99,11 +99,11 @@ class Watcher:
         pg = instance.pg
         assert pg is not None
         conditions = pg.monitor.conditions()
-        expected = status_words(conditions, asleep=pg._asleep)
+        expected = status_words(conditions, asleep=pg._stack.asleep)
         status = pg.monitor.status()
         found = (status.conn.value, status.shape.value, status.health.value)
         # While it falls asleep it says what it said before; then, that it sleeps.
-        if found != expected and pg._frozen_status is None:
+        if found != expected and pg._stack.frozen_status is None:
             self.world.violated(f"{instance.name}: it says {found}, the conditions {expected}")
         if not conditions["pg_lock_acquired"].met:
             instance.locked_by = None
@@ -116,7 +116,7 @@ class Watcher:
     def settled(self, instance: Instance, manager: Manager) -> None:
         """Between two events: the conditions are those of the step that it is at."""
         pg = instance.pg
-        if pg is None or pg._manager is not manager or manager.fatal is not None:
+        if pg is None or pg._restarter.manager is not manager or manager.fatal is not None:
             return
         met = {name: condition.met for name, condition in pg.monitor.conditions().items()}
         at = STEPS.index(pg.machine.step)

@@ -64,7 +64,7 @@ class Instance:
     @property
     def session(self) -> Session | None:
         """The replication connection of its present client."""
-        manager = None if self.pg is None else self.pg._manager
+        manager = None if self.pg is None else self.pg._restarter.manager
         client = None if manager is None else manager.client
         link: Any = None if client is None else client._link
         return None if link is None else link._session
@@ -150,7 +150,8 @@ class Instance:
             seat.heard()
             # What came before it was told is in the copy that it makes now.
             assert self.pg is not None
-            progress = self.pg._hub._progress.get(seat.ledger.name)
+            known = self.pg._hub._known.get(seat.ledger.name)
+            progress = None if known is None else known.progress
             if progress is not None and seat.ledger.owed is not None:
                 # Whatever the hub believes, the copy holds nothing that is written after it.
                 begins = min(progress.acknowledged, self.world.server.end)
@@ -447,7 +448,7 @@ class World:
             if self.sim.now - begin > SHUTDOWN + 0.5:
                 self.violated(f"{instance.name}: took {self.sim.now - begin:.1f} s to fall asleep")
             await asyncio.sleep(1.5)
-            if process.alive and pg._asleep:
+            if process.alive and pg._stack.asleep:
                 self.watcher.nothing_left(instance)
                 self.saw["it slept"] += 1
             await asyncio.sleep(self.rng.choice((0.1, 5.0)))
@@ -522,7 +523,7 @@ class World:
                     continue
             if not instance.running and not instance.napping:
                 instance.restart()
-            elif instance.pg is not None and instance.pg._asleep:
+            elif instance.pg is not None and instance.pg._stack.asleep:
                 instance.host.start(instance.pg.wake())
 
     def _is_settled(self) -> bool:
@@ -544,7 +545,7 @@ class World:
             and slot.active is owner.session
             and slot.confirmed >= server.end
             and owner.pg.machine.step == "streaming"
-            and owner.pg._core.backoff.attempts == 0
+            and owner.pg._stack.core.backoff.attempts == 0
         )
 
     @staticmethod
@@ -558,7 +559,7 @@ class World:
     def _why_not(self) -> str:
         server, lines = self.server, ["it has not come to rest:"]
         for instance in self.instances:
-            attempts = instance.pg._core.backoff.attempts if instance.pg is not None else 0
+            attempts = instance.pg._stack.core.backoff.attempts if instance.pg is not None else 0
             state = f"alive={instance.host.alive}, {instance.pg!r}, attempts={attempts}"
             lines.append(f"  {instance.name}: {state}, session={brief(instance.session)}")
             if instance.pg is not None:

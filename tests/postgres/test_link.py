@@ -24,9 +24,9 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def read_by_line(pg: Postgres) -> bool:
-    assert pg._manager.client is not None
-    assert pg._manager.client._link is not None
-    return pg._manager.client._link._line is not None
+    assert pg._restarter.manager.client is not None
+    assert pg._restarter.manager.client._link is not None
+    return pg._restarter.manager.client._link._line is not None
 
 
 async def collected(changes: Changes, count: int) -> list[int]:

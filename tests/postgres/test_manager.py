@@ -17,7 +17,6 @@ from moored.postgres.manage import Stack
 from moored.postgres.manage._manager import Manager, SubsystemFailed
 from moored.postgres.manage._manager_core import Act, Action, Actions, Timer
 from moored.postgres.manage._parts import Parts
-from moored.postgres.report._health import status_of
 from moored.postgres.server._faults import Diagnosis
 from moored.postgres.stream._replication import ReplicationClient
 from moored.testing import Sim, run_one
@@ -42,7 +41,6 @@ def made(tmp_path: Path) -> Iterator[Manager]:
         Settings(database_url=URL, replication_url=URL, state_dir=tmp_path),
         clock,
         Recorder(clock=clock),
-        lambda conditions: status_of(conditions, asleep=False, loaded=True),
     )
     try:
         yield Manager(stack, lambda: None)

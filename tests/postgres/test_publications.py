@@ -121,7 +121,7 @@ async def test_a_table_is_removed_with_the_last_consumer_that_follows_it(
 
 async def check_twice(pg: Postgres) -> None:
     """Wait until the tables were checked twice: the first check may have begun before."""
-    publisher = pg._manager._publisher
+    publisher = pg._restarter.manager._publisher
     publish, done = publisher.publish, asyncio.Semaphore(0)
 
     async def counted(conn: Sql) -> list[str]:

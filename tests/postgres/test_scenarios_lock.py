@@ -210,8 +210,8 @@ async def test_a_lock_whose_holder_creates_its_slot_is_not_broken(
             await at_step(owner, "start_replication_client:configuring_connection")
             async with make(state_dir=tmp_path / "other") as pg:
                 await at_step(pg, WAITING)
-                assert owner._manager.client is not None
-                pid = owner._manager.client.setup.findings.backend_pid
+                assert owner._restarter.manager.client is not None
+                pid = owner._restarter.manager.client.setup.findings.backend_pid
                 await asyncio.sleep(1.5)
                 query = "select count(*) from pg_stat_activity where pid = %s"
                 assert await one(sql, query, pid) == 1

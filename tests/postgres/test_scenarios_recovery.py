@@ -239,8 +239,8 @@ async def test_publishing_on_a_silent_server_can_be_cancelled_at_once(
         conn = await asyncio.wait_for(looking.get(), LIMIT)
         await until(lambda: waits_for_an_answer(conn))
         # The driver alone waits for 5 s, twice; a child that takes as long is abandoned.
-        await pg._manager._parts.stop("publish")
-        assert pg._manager._parts._supervisor.abandoned == 0
+        await pg._restarter.manager._parts.stop("publish")
+        assert pg._restarter.manager._parts._supervisor.abandoned == 0
         proxy.resume()
         await asyncio.gather(one.aclose(), other.aclose())
 

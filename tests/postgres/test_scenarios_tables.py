@@ -179,7 +179,7 @@ async def test_a_renamed_table_is_noticed_without_waiting_for_the_watch(
 
         async def watching() -> bool:
             """Whether the next look comes in an hour, unless there is a reason."""
-            return looks[0] == looks[1] >= 2 and not pg._manager._tables_changed.is_set()
+            return looks[0] == looks[1] >= 2 and not pg._restarter.manager._tables_changed.is_set()
 
         await until(watching)
         await run(sql, "drop table orders", f"create table orders {NEW}")

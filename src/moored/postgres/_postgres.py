@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -15,10 +15,7 @@ import psycopg
 
 from moored.kernel import (
     SECRETS,
-    Child,
     Clock,
-    Condition,
-    Context,
     Deadline,
     Recorder,
     Supervisor,
@@ -35,7 +32,7 @@ from ._position import Position
 from ._settings import Settings, default_state_dir
 from .consume import Changes, mistakes
 from .listen import Listener
-from .manage import Manager, Restarter, Role, Stack
+from .manage import Restarter, Role, Stack
 from .outbox import Outbox
 from .report import (
     CONDITIONS,
@@ -45,7 +42,6 @@ from .report import (
     Status,
     explain,
     report,
-    status_of,
     with_health,
 )
 from .server import _admin
@@ -169,29 +165,15 @@ class Postgres:
         if self._state != "new":
             raise PostgresError(f"{self!r} was opened before: create a new one")
         self._state = "open"
-        self._asleep = False
-        self._frozen_status: Status | None = None
-        self._restarts = 0
-        self._stack = stack = Stack(self.settings, self.clock, self.recorder, self._status_of)
-        self._hub, self._core = stack.hub, stack.core
+        self._stack = stack = Stack(self.settings, self.clock, self.recorder)
+        self._hub = stack.hub
         self._saved_copies = SavedCopies(stack.store)
         self.machine, self.monitor = stack.machine, stack.monitor
         #: The last events, the oldest first.
         self.last_events = stack.events.last
-        self._in_use = 0
         self._meters: WeakSet[CopyMeter] = WeakSet()
         self._tasks = Tasks()
-        self._restarter = Restarter(
-            self._connection_child,
-            clock=self.clock,
-            sleep_after=self.settings.sleep_after,
-            busy=lambda: self._in_use > 0,
-            on_sleep=self._on_sleep,
-            on_change=self._on_sleep_change,
-            must_wake=self._must_wake,
-        )
-        # Until the first run, a manager that has nothing to report.
-        self._manager = Manager(stack, self._restarter.used)
+        self._restarter = Restarter(stack, self._fail)
         self._supervisor = self._tree()
         self._start_at_first_use()
         await self._supervisor.start()
@@ -207,18 +189,10 @@ class Postgres:
 
     def _tree(self) -> Supervisor:
         """Return the supervision tree of the connections; consumers are not part of it."""
-        connection = Supervisor.child(
-            "connection",
-            children=[Child("restarter", self._restarter.run), self._connection_child()],
-            strategy="rest_for_one",
-            restart="transient",
-            significant=True,
-            auto_shutdown="any_significant",
-        )
         listener = [] if self.listener is None or not self.notify_url else [self.listener.child()]
         return Supervisor(
             "postgres",
-            children=[connection, *listener],
+            children=[self._restarter.child(), *listener],
             auto_shutdown="any_significant",
             recorder=self.recorder,
             clock=self.clock,
@@ -243,40 +217,6 @@ class Postgres:
         if self.notify_url is not None:
             listener.on_refused = lambda error: self._fail(str(error))
         return listener
-
-    def _connection_child(self) -> Child:
-        """Return the manager and its connections, as one child; created again after each sleep."""
-        manager = Child(
-            "manager",
-            self._run_manager,
-            restart="transient",
-            significant=True,
-            shutdown=self.settings.shutdown_timeout + 2.0,
-        )
-        return Supervisor.child(
-            "manager",
-            # Children of `connections` are restarted with the manager; when one of them fails, the
-            # manager decides what to do.
-            children=[Supervisor.child("connections", intensity=None), manager],
-            strategy="one_for_all",
-            intensity=None,  # a database may be down for days
-            restart="transient",
-            significant=True,
-            auto_shutdown="any_significant",
-        )
-
-    async def _run_manager(self, ctx: Context) -> None:
-        # Each run finds its own route: the server behind the name may be another one.
-        self._stack.resolver.forget()
-        self._manager = manager = Manager(self._stack, self._restarter.used)
-        try:
-            await manager.run(ctx)
-        except Exception:
-            self._restarts += 1
-            raise
-        finally:
-            if manager.fatal is not None:
-                self._fail(manager.fatal)
 
     def _fail(self, text: str) -> None:
         self._fatal = text
@@ -310,7 +250,7 @@ class Postgres:
         self._check_open()
         if self._restarter.asleep:
             await self.wait_until_active(self.settings.connect_timeout)
-        self._manager.drop_requested = True
+        self._restarter.manager.drop_requested = True
         await self.close()
         await self._drop_slot_and_publication()
 
@@ -347,14 +287,10 @@ class Postgres:
         """Check out a pooled connection; commit its transaction at the end, or roll it back."""
         self._check_open()
         deadline = Deadline.after(timeout, self.clock)
-        self._in_use += 1
-        try:
+        with self._restarter.in_use():
             checkout, conn = await self._checked_out(deadline)
             async with checkout:
                 yield conn
-        finally:
-            self._in_use -= 1
-            self._restarter.used()
 
     async def _checked_out(
         self, deadline: Deadline
@@ -366,7 +302,7 @@ class Postgres:
                 lambda _: self.monitor.conditions()["snapshot_connection_pool_ready"].met,
                 deadline.timeout,
             )
-            pool = self._manager.pools[Role.SNAPSHOT].pool
+            pool = self._restarter.manager.pools[Role.SNAPSHOT].pool
             async with AsyncExitStack() as stack:
                 try:
                     conn = await stack.enter_async_context(
@@ -409,7 +345,7 @@ class Postgres:
         *,
         where: str | None = None,
         columns: Sequence[str] | None = None,
-        chunk_rows: int = 100_000,
+        chunk_rows: int = 50_000,
         consistent: bool = False,
         start: CopyPosition | str | None = None,
     ) -> Snapshot:
@@ -417,9 +353,10 @@ class Postgres:
 
         :param where: a condition in SQL, as after WHERE; it is not escaped.
         :param columns: the columns to read, besides the key; by default all.
-        :param chunk_rows: the number of rows that are read in one transaction, and buffered.
+        :param chunk_rows: the number of rows that are read in one transaction; up to three chunks
+            are buffered, because two are read at the same time.
         :param consistent: read all rows with one snapshot, in one transaction, which holds back
-            vacuum while it is open.
+            vacuum while it is open; it cannot be continued with `start`.
         :param start: the `position` of a snapshot that was not finished: continue it.
         """
         self._check_open()
@@ -534,36 +471,6 @@ class Postgres:
         if self._restarter.asleep:
             self._tasks.start(self._restarter.wake())
 
-    def _on_sleep(self) -> None:
-        # The connections are closed on purpose: don't report that as a failure meanwhile.
-        self._frozen_status = self.monitor.status()
-
-    def _on_sleep_change(self, asleep: bool) -> None:
-        self._asleep, self._frozen_status = asleep, None
-        if asleep:
-            self.machine.move("connection_setup", cause="the connections were closed to sleep")
-        # A change of a condition recomputes the status.
-        self.monitor.clear(CONDITIONS[0], "asleep" if asleep else "waking up")
-        if asleep:
-            self._stack.events.emit("scaled_down_database_connections", "")
-
-    async def _must_wake(self) -> bool:
-        """Return whether the server retains more than half of `max_retained_wal`."""
-        limit = self.settings.max_retained_wal
-        if limit is None:
-            return False
-        try:
-            seconds = self.settings.connect_timeout
-            async with (
-                asyncio.timeout(seconds),
-                await self._stack.connect(seconds) as conn,
-            ):
-                kept = await _admin.retained(conn, self.settings.slot_name)
-        except (psycopg.Error, OSError, PostgresError) as error:
-            log.info("the retained WAL could not be queried: %s", describe(error))
-            return False
-        return kept is not None and kept.bytes > limit / 2
-
     # -- state ---------------------------------------------------------------------------------
 
     @property
@@ -626,10 +533,10 @@ class Postgres:
         self._check_opened()
         found = report(
             self._stack,
-            self._manager,
+            self._restarter.manager,
             health=self.health,
             fatal=self._fatal,
-            restarts=self._restarts,
+            restarts=self._restarter.restarts,
         )
         parts = {"listener": self.listener, "outbox": self.outbox}
         copies = {each.name: each.progress.as_dict() for each in self._meters if each.running}
@@ -661,11 +568,6 @@ class Postgres:
         return f"<Postgres {self.settings.stream_id}: {self.health.value}, at {self.machine.state}>"
 
     # -- helpers -------------------------------------------------------------------------------
-
-    def _status_of(self, conditions: Mapping[str, Condition]) -> Status:
-        if self._frozen_status is not None:
-            return self._frozen_status
-        return status_of(conditions, asleep=self._asleep, loaded=True)
 
     def _check_opened(self) -> None:
         """Raise unless it is open, or was open before it was closed."""

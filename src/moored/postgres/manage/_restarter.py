@@ -1,5 +1,6 @@
-"""Scale to zero: close all connections after a time without use, and open them for the next use.
+"""Run the connection subsystem: restart it after failures, and scale it to zero.
 
+All connections are closed after a time without use, and opened again for the next use.
 Use means a call: a pooled connection, a consumer, an acknowledgement; not the manager's own
 queries. Asleep, there is no connection to the server. Only with `max_retained_wal`, a short
 connection checks every ten minutes how much WAL the server retains.
@@ -9,10 +10,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from moored.kernel import Child, Clock, Context, Supervisor, Tasks, duration
+import psycopg
+
+from moored.kernel import Child, Context, Supervisor, Tasks, describe, duration
+
+from .._errors import PostgresError
+from ..report import CONDITIONS
+from ..server import _admin
+from ._manager import Manager
+from ._stack import Stack
 
 __all__ = ["Restarter"]
 
@@ -25,45 +35,79 @@ CHECK_EVERY = 600.0
 class Restarter:
     """Stops and starts the connection subsystem, one operation at a time.
 
-    :param make: creates the child that owns the connections.
-    :param busy: returns whether a caller uses a connection.
-    :param on_sleep: called before the connections are closed.
-    :param on_change: called with whether it is asleep, when that has changed.
-    :param must_wake: async; returns whether it must wake because of the retained WAL.
+    :param on_fatal: called with the text of an error that an operator must correct.
     """
 
-    def __init__(
-        self,
-        make: Callable[[], Child],
-        *,
-        clock: Clock,
-        sleep_after: float | None,
-        busy: Callable[[], bool],
-        on_sleep: Callable[[], None],
-        on_change: Callable[[bool], None],
-        must_wake: Callable[[], Any],
-    ) -> None:
-        self._make = make
-        self._clock = clock
-        self._sleep_after = sleep_after
-        self._busy = busy
-        self._on_sleep = on_sleep
-        self._on_change = on_change
-        self._must_wake = must_wake
+    def __init__(self, stack: Stack, on_fatal: Callable[[str], None]) -> None:
+        self._stack = stack
+        self._clock, self._sleep_after = stack.clock, stack.settings.sleep_after
+        self._on_fatal = on_fatal
+        #: The current or the last run; until the first one, a manager that has nothing to report.
+        self.manager = Manager(stack, self.used)
+        #: How often the subsystem was restarted after a failure.
+        self.restarts = 0
+        self._users = 0
         self._supervisor: Supervisor | None = None
         self._lock = asyncio.Lock()
         self._tasks = Tasks()
         self._woken = asyncio.Event()
-        self._used_at = clock.monotonic()
+        self._used_at = self._clock.monotonic()
         self.asleep = False
 
-    async def run(self, ctx: Context) -> None:
+    def child(self) -> Child:
+        """Return the connection subsystem as a child of a supervisor."""
+        return Supervisor.child(
+            "connection",
+            children=[Child("restarter", self._run), self._subsystem()],
+            strategy="rest_for_one",
+            restart="transient",
+            significant=True,
+            auto_shutdown="any_significant",
+        )
+
+    def _subsystem(self) -> Child:
+        """Return the manager and its connections, as one child; created again after each sleep."""
+        manager = Child(
+            "manager",
+            self._run_manager,
+            restart="transient",
+            significant=True,
+            shutdown=self._stack.settings.shutdown_timeout + 2.0,
+        )
+        return Supervisor.child(
+            "manager",
+            # Children of `connections` are restarted with the manager; when one of them fails, the
+            # manager decides what to do.
+            children=[Supervisor.child("connections", intensity=None), manager],
+            strategy="one_for_all",
+            intensity=None,  # a database may be down for days
+            restart="transient",
+            significant=True,
+            auto_shutdown="any_significant",
+        )
+
+    async def _run_manager(self, ctx: Context) -> None:
+        # Each run finds its own route: the server behind the name may be another one.
+        self._stack.resolver.forget()
+        self.manager = manager = Manager(self._stack, self.used)
+        try:
+            await manager.run(ctx)
+        except Exception:
+            self.restarts += 1
+            raise
+        finally:
+            if manager.fatal is not None:
+                self._on_fatal(manager.fatal)
+
+    # -- sleep ---------------------------------------------------------------------------------
+
+    async def _run(self, ctx: Context) -> None:
         """Sleep when idle; wake when the server retains too much WAL."""
         self._supervisor = ctx.supervisor
         ctx.started(self)
         if self.asleep:
             self.asleep = False
-            self._on_change(False)
+            self._changed()
         while True:
             await self._wait_for_check()
             if self.asleep:
@@ -77,6 +121,16 @@ class Restarter:
         """Record a use: it restarts the idle time."""
         self._used_at = self._clock.monotonic()
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Keep the connections open while a caller uses one."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            self.used()
+
     async def sleep(self) -> None:
         """Close all connections."""
         await self._uninterrupted(self._sleep())
@@ -88,9 +142,10 @@ class Restarter:
             self.asleep = True
             idle = duration(self._clock.monotonic() - self._used_at)
             log.info("going to sleep after %s without use", idle)
-            self._on_sleep()
+            # The connections are closed on purpose: don't report that as a failure meanwhile.
+            self._stack.frozen_status = self._stack.monitor.status()
             await self._supervisor.stop_child("manager")
-            self._on_change(True)
+            self._changed()
 
     async def wake(self) -> None:
         """Open the connections again; concurrent callers share one start."""
@@ -108,11 +163,35 @@ class Restarter:
                 return
             self.asleep = False
             self._woken.set()
-            self._on_change(False)
-            await self._supervisor.start_child(self._make())
+            self._changed()
+            await self._supervisor.start_child(self._subsystem())
+
+    def _changed(self) -> None:
+        """Report that the connections were closed to sleep, or are opened again."""
+        stack = self._stack
+        stack.asleep, stack.frozen_status = self.asleep, None
+        if self.asleep:
+            stack.machine.move("connection_setup", cause="the connections were closed to sleep")
+        # A change of a condition recomputes the status.
+        stack.monitor.clear(CONDITIONS[0], "asleep" if self.asleep else "waking up")
+        if self.asleep:
+            stack.events.emit("scaled_down_database_connections", "")
+
+    async def _must_wake(self) -> bool:
+        """Return whether the server retains more than half of `max_retained_wal`."""
+        settings = self._stack.settings
+        if (limit := settings.max_retained_wal) is None:
+            return False
+        try:
+            async with await self._stack.connect(settings.connect_timeout) as conn:
+                kept = await _admin.retained(conn, settings.slot_name)
+        except (psycopg.Error, OSError, PostgresError) as error:
+            log.info("the retained WAL could not be queried: %s", describe(error))
+            return False
+        return kept is not None and kept.bytes > limit / 2
 
     def _is_idle(self) -> bool:
-        if self._sleep_after is None or self._busy():
+        if self._sleep_after is None or self._users:
             return False
         return self._clock.monotonic() - self._used_at >= self._sleep_after
 
@@ -129,4 +208,4 @@ class Restarter:
         if self.asleep or self._sleep_after is None:
             return CHECK_EVERY
         left = self._used_at + self._sleep_after - self._clock.monotonic()
-        return max(left, self._sleep_after / 10 if self._busy() else 0.01)
+        return max(left, self._sleep_after / 10 if self._users else 0.01)

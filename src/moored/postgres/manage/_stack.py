@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import psycopg
@@ -13,7 +13,7 @@ from moored.kernel import Backoff, Clock, Condition, Machine, Recorder, StatusMo
 from .._settings import Settings
 from ..consume import Hub, Integrity, StateStore
 from ..decode import Types
-from ..report import CHART, CONDITIONS, Outages, StackEvents, Status
+from ..report import CHART, CONDITIONS, Outages, StackEvents, Status, status_of
 from ..server import Resolver, connect
 from ..stream import ReceivedTotals
 from ._manager_core import ManagerCore
@@ -25,18 +25,9 @@ BACKOFF = (1.0, 10.0)
 
 
 class Stack:
-    """What each `Manager` of a stream works with, and what its report is made from.
+    """What each `Manager` of a stream works with, and what its report is made from."""
 
-    :param status_of: computes the status from the conditions.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        clock: Clock,
-        recorder: Recorder,
-        status_of: Callable[[Mapping[str, Condition]], Status],
-    ) -> None:
+    def __init__(self, settings: Settings, clock: Clock, recorder: Recorder) -> None:
         self.settings = settings
         self.clock = clock
         self.recorder = recorder
@@ -46,8 +37,12 @@ class Stack:
         self.events = StackEvents(recorder, clock)
         self.integrity = Integrity(self.store, self.hub, self.events.emit)
         self.machine = Machine("postgres", CHART, clock=clock, recorder=recorder)
+        #: Whether the connections were closed to sleep.
+        self.asleep = False
+        #: What is reported while they are being closed for that; None at other times.
+        self.frozen_status: Status | None = None
         self.monitor: StatusMonitor[Status] = StatusMonitor(
-            CONDITIONS, status_of, name="postgres.status", clock=clock, recorder=recorder
+            CONDITIONS, self._status_of, name="postgres.status", clock=clock, recorder=recorder
         )
         first, longest = BACKOFF
         # Half jitter adds up to 50 %.
@@ -57,6 +52,9 @@ class Stack:
         self.resolver = Resolver(timeout=settings.connect_timeout)
         self.totals = ReceivedTotals()
         self.types = Types()
+
+    def _status_of(self, conditions: Mapping[str, Condition]) -> Status:
+        return self.frozen_status or status_of(conditions, asleep=self.asleep, loaded=True)
 
     async def connect(self, timeout: float) -> psycopg.AsyncConnection[Any]:
         """Open a connection to the server itself, beside the pools, for a few queries."""
