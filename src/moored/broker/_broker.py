@@ -132,7 +132,9 @@ class Broker:
         self._replay: ReplaySource = self._history if replay is None else replay  # type: ignore[assignment]
         self._tenants = Tenants(tenant, canonical)
         self._limits = buffer, buffer_bytes, slow
-        self._max_streams = max_streams, max_streams_per_tenant
+        #: The most streams, of all tenants.
+        self.max_streams = max_streams
+        self._max_per_tenant = max_streams_per_tenant
         self._audience = Audience()
         # The id after which a client resumes whose stream begins, or is reset, now.
         self._newest = ""
@@ -336,7 +338,7 @@ class Broker:
             raise BrokerOff("live events are off: the broker has no source")
         if self._draining or self._supervisor.state != "running":
             raise BrokerOff("the broker is stopping, or was not started")
-        total, each = self._max_streams
+        total, each = self.max_streams, self._max_per_tenant
         if len(self._audience) >= total:
             self._refused["total"] += 1
             raise TooManyStreams(f"{total} streams are open (max_streams)", None)

@@ -58,7 +58,14 @@ def broker_parts(config: Config) -> Iterator[Part]:
             wiring.before_stop.append(lambda: live.broker.drain(over=DRAIN))
             return [Child("streams", live.run)]
 
-        yield Part(NAME, build, conditions=(READY,), public=public, required=False)
+        yield Part(
+            NAME,
+            build,
+            conditions=(READY,),
+            public=public,
+            streams=config.broker_max_streams,
+            required=False,
+        )
 
 
 def broker_health(broker: Broker) -> tuple[Status, str]:

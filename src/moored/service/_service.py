@@ -113,16 +113,19 @@ class Service:
             address=address_of(config, sockets),
         )
         streams = BrowserStreams()
-        more = config.broker_max_streams if config.broker_channels else 0
-        connections = Connections(max_connections(more))
+        connections = Connections(max_connections(sum(part.streams for part in parts)))
         self._feed = Feed(self.view, streams)
         self._counter = EventCounter()
+        #: The metrics of the service and of all its parts, as in `/metrics`.
+        self.registry = registry_of(
+            self.view, self._counter, streams, connections, self._wiring.collectors
+        )
         #: The HTTP app, with the access checks.
         self.asgi = make_app(
             config,
             self.view,
             self._feed,
-            registry_of(self.view, self._counter, streams, connections, self._wiring.collectors),
+            self.registry,
             mounts={path: app for part in parts for path, app in part.mounts.items()},
             public={path: app for part in parts for path, app in part.public.items()},
         )

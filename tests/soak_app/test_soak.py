@@ -1,0 +1,277 @@
+"""A whole service under load and faults: nothing is lost, nothing leaks, every error is handled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import httpx
+import psutil
+import psycopg
+import pytest
+from tests.rpc.servers import EchoServer
+from tests.servers import free_port
+from tests.service.support import clean_environment
+
+from moored.broker.client import ReceivedEvent, StreamReset, follow
+from moored.embedded import SyncEmbeddedPostgres
+from moored.testing import base_seed, scaled
+from moored.testing.demo import DemoServer
+
+ROOT = Path(__file__).parent.parent.parent
+#: Seconds within which the service recovers on a busy machine.
+LIMIT = 120.0
+#: Seconds of load; the memory is judged in the second half of a run that is long enough.
+LOAD = scaled(600, least=8)
+LONG = 300
+MAX_GROWTH = 1.0  # MB per minute
+SUBSCRIBERS, SESSIONS, WRITERS = scaled(500, least=25), scaled(200, least=20), scaled(20, least=4)
+TENANTS = [str(UUID(int=number)) for number in range(1, 1 + max(5, SUBSCRIBERS // 10))]
+
+
+@dataclass
+class Subscriber:
+    """A client of the broker that sometimes leaves, and then continues where it was."""
+
+    url: str
+    tenant: str
+    client: httpx.AsyncClient
+    seen: set[int] = field(default_factory=set)
+    resets: list[str] = field(default_factory=list)
+    _after: str = ""
+    _task: asyncio.Task[None] | None = None
+
+    def join(self) -> None:
+        self._task = asyncio.create_task(self._follow())
+
+    async def leave(self) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.result()
+
+    async def _follow(self) -> None:
+        stream = follow(self.url, token=self.tenant, after=self._after, client=self.client)
+        async for event in stream:
+            if isinstance(event, StreamReset):
+                self.resets.append(event.reason)
+                continue
+            assert isinstance(event, ReceivedEvent)
+            self._after = event.id or self._after
+            self.seen.add(json.loads(event.data)["new"]["id"])
+
+
+class SoakedService:
+    """The service in a process of its own, and the servers that it needs."""
+
+    def __init__(self, postgres: SyncEmbeddedPostgres, folder: Path) -> None:
+        self.postgres, self.echo, self.chat = postgres, EchoServer(), DemoServer()
+        self.folder = folder
+        self.base = f"http://127.0.0.1:{free_port()}"
+        self.log = folder / "log"
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[httpx.AsyncClient]:
+        """Start it, wait until it is ready, and stop it."""
+        await asyncio.to_thread(self.echo.start)
+        async with self.chat:
+            given = {
+                "url": self.postgres.url,
+                "folder": str(self.folder),
+                "port": int(self.base.rpartition(":")[2]),
+                "grpc": self.echo.port,
+                "chat": (await self.chat.serve()).port,
+                "tenants": TENANTS,
+                "writers": WRITERS,
+                "sessions": SESSIONS,
+            }
+            with self.log.open("wb") as log:
+                self.process = subprocess.Popen(  # noqa: ASYNC220
+                    [sys.executable, "-m", "tests.soak_app.soak_program", json.dumps(given)],
+                    cwd=ROOT,
+                    env=clean_environment(),
+                    stdout=log,
+                    stderr=log,
+                )
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=5)
+            try:
+                async with httpx.AsyncClient(
+                    base_url=self.base, timeout=LIMIT, limits=limits, trust_env=False
+                ) as client:
+                    yield client
+                self.process.terminate()
+                assert await asyncio.to_thread(self.process.wait, LIMIT) == 0
+            finally:
+                self.process.kill()
+                self.process.wait()
+                self.echo.kill()
+
+    def start_load(self, seconds: float) -> None:
+        """Let writers and senders begin, and end after so many seconds."""
+        new = self.folder / "new"
+        new.write_text(str(time.time() + seconds))
+        new.rename(self.folder / "until")
+
+    # -- faults ------------------------------------------------------------------------------
+
+    async def end_connections(self) -> None:
+        """Terminate all connections of PostgreSQL."""
+        async with await psycopg.AsyncConnection.connect(self.postgres.url) as conn:
+            await conn.execute(
+                "select pg_terminate_backend(pid) from pg_stat_activity "
+                "where pid <> pg_backend_pid() and backend_type in ('client backend', 'walsender')"
+            )
+
+    async def restart_postgres(self) -> None:
+        """Kill PostgreSQL, and start it again."""
+        await asyncio.to_thread(self.postgres.kill)
+        await asyncio.to_thread(self.postgres.start)
+
+    async def restart_grpc(self) -> None:
+        """Kill the gRPC server, and start it again."""
+        await asyncio.to_thread(self.echo.kill)
+        await asyncio.sleep(0.5)
+        await asyncio.to_thread(self.echo.start)
+
+    async def cut_sessions(self) -> None:
+        """Abort the links of all sessions."""
+        self.chat.cut()
+
+
+async def status_when(
+    asking: httpx.AsyncClient, condition: Callable[[dict[str, Any]], bool]
+) -> dict[str, Any]:
+    """Return the first status that satisfies a condition."""
+    deadline, status = time.monotonic() + LIMIT, dict[str, Any]()
+    while time.monotonic() < deadline:
+        await asyncio.sleep(0.25)
+        try:
+            status = (await asking.get("/v1/status")).json()
+            if condition(status):
+                return status
+        except (httpx.TransportError, KeyError):
+            continue  # it is starting
+    raise AssertionError(json.dumps(status)[:5000])
+
+
+def at_rest(status: dict[str, Any]) -> bool:
+    """Whether everything is connected."""
+    return (
+        status["status"] == "active"
+        and status["broker"]["subscribers"] == SUBSCRIBERS
+        and status["probe"]["online"] == SESSIONS
+    )
+
+
+async def soak(
+    service: SoakedService, subscribers: list[Subscriber], chance: random.Random
+) -> list[float]:
+    """Break something every now and then while the load runs; return the memory, in MB."""
+    faults = [
+        service.end_connections,
+        service.restart_postgres,
+        service.restart_grpc,
+        service.cut_sessions,
+    ]
+    process, memory = psutil.Process(service.process.pid), list[float]()
+    service.start_load(LOAD)
+    ends = time.monotonic() + LOAD
+    next_fault, turn = time.monotonic() + 1.0, 0
+    while (now := time.monotonic()) < ends:
+        memory.append(process.memory_info().rss / 1e6)
+        if now > next_fault:
+            await faults[turn % len(faults)]()
+            turn += 1
+            # The last fault leaves time to recover.
+            next_fault = time.monotonic() + max(2.0, chance.uniform(0.01, 0.06) * LOAD)
+        for subscriber in chance.sample(subscribers, len(subscribers) // 25):
+            await subscriber.leave()
+            subscriber.join()
+        await asyncio.sleep(1.0)
+    return memory
+
+
+def growth(memory: list[float]) -> float:
+    """Return the slope of the second half, in MB per minute; there is one sample each second."""
+    later = memory[len(memory) // 2 :]
+    return 60 * statistics.linear_regression(range(len(later)), later).slope
+
+
+@pytest.mark.timeout(LOAD + 4 * LIMIT)
+async def test_a_service_under_load_and_faults_loses_and_leaks_nothing(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    with SyncEmbeddedPostgres(tmp_path / "data") as postgres:
+        service = SoakedService(postgres, tmp_path)
+        async with service.running() as asking:
+            subscribers = [
+                Subscriber(f"{service.base}/v1/subscribe", TENANTS[number % len(TENANTS)], asking)
+                for number in range(SUBSCRIBERS)
+            ]
+            await status_when(asking, lambda status: status["status"] == "active")
+            for subscriber in subscribers:
+                subscriber.join()
+            before = (await status_when(asking, at_rest))["probe"]
+            memory = await soak(service, subscribers, random.Random(base_seed()))
+            after = (await status_when(asking, at_rest_again))["probe"]
+            # Every committed order has reached the consumer and each subscriber of its tenant.
+            orders = await all_delivered(service, subscribers)
+            for subscriber in subscribers:
+                await subscriber.leave()
+        record_property("orders", orders)
+        record_property("results", after["results"])
+        record_property("memory", [round(each) for each in memory[:: max(1, len(memory) // 20)]])
+        record_property("growth", growth(memory) if len(memory) > 4 else None)
+        for name in ("tasks", "descriptors"):
+            record_property(name, (before[name], after[name]))
+            # The sizes of pools differ by a few.
+            assert after[name] <= before[name] + 30, (name, before, after)
+        assert after["unhandled"] == []
+        assert "Traceback" not in service.log.read_text()
+        assert [each.resets for each in subscribers if each.resets] == []
+        results = after["results"]
+        outcomes = ("Acked", "Rejected", "NotSent", "Unknown")
+        assert results["sends"] == sum(results.get(each, 0) for each in outcomes)
+        acked = set(json.loads((tmp_path / "acked.json").read_text()))
+        assert acked <= {each.id for each in service.chat.received}
+        if LOAD >= LONG:
+            assert growth(memory) < MAX_GROWTH
+
+
+def at_rest_again(status: dict[str, Any]) -> bool:
+    """Whether the load has ended, and everything is connected again."""
+    parts = {each["name"]: each for each in status["tree"]["children"]}
+    ended = all("finished" in json.dumps(parts[name]) for name in ("writers", "senders"))
+    return ended and at_rest(status)
+
+
+async def all_delivered(service: SoakedService, subscribers: list[Subscriber]) -> int:
+    """Wait until every committed order has arrived everywhere; return their number."""
+    async with await psycopg.AsyncConnection.connect(service.postgres.url) as conn:
+        rows = await (await conn.execute("select id, org from orders")).fetchall()
+    deadline = time.monotonic() + LIMIT
+    while True:
+        async with await psycopg.AsyncConnection.connect(service.postgres.url) as conn:
+            lost = await (await conn.execute("table orders except table copies")).fetchall()
+        missing = {
+            (number, tenant)
+            for each in subscribers
+            for number, tenant in rows
+            if tenant == each.tenant and number not in each.seen
+        }
+        if not lost and not missing:
+            return len(rows)
+        assert time.monotonic() < deadline, f"{lost[:5]}, {len(missing)}: {sorted(missing)[:5]}"
+        await asyncio.sleep(0.5)
