@@ -52,7 +52,7 @@ def test_damaged_envelope_is_corrupt(seal: Seal, value: bytes, data: st.DataObje
 def test_forged_envelope_is_corrupt(seal: Seal, kind: int, payload: bytes) -> None:
     """The checksum needs no key: only a plain envelope opens, if plain ones are accepted."""
     envelope = _seal._envelope(kind, NAMES, payload)
-    if kind == _seal.PLAIN and seal.accept_plain:
+    if kind == _seal.PLAIN and not seal.encrypts:
         assert seal.open_envelope(NAMES, envelope) == payload
     else:
         with pytest.raises(CorruptRecord):
@@ -99,7 +99,6 @@ def test_plain_envelope_is_refused_if_there_is_a_key() -> None:
     plain = Seal().close_envelope(NAMES, b"planted")
     with pytest.raises(CorruptRecord, match="not encrypted"):
         Seal(KEY).open_envelope(NAMES, plain)
-    assert Seal(KEY, accept_plain=True).open_envelope(NAMES, plain) == b"planted"
 
 
 def test_corruption_error_names_neither_profile_nor_content() -> None:
@@ -193,38 +192,30 @@ async def test_encrypted_file_shows_no_record(tmp_path: Path) -> None:
     assert b"secret" not in path.read_bytes()
 
 
-async def test_reseal_changes_the_key_of_all_readable_records() -> None:
+async def test_key_can_be_replaced() -> None:
+    """The first key writes, and all keys read."""
     inner = MemoryStorage()
     async with open_storage(inner, key=KEY) as storage:
         await storage.put("alice", "creds", "me", b"old")
         await storage.put("alice", "session", "bob", b"kept")
-        await storage.put("alice", "session", "carol", b"damaged")
-    await inner.put("alice", "session", "carol", b"noise")
     async with open_storage(inner, key=[OTHER_KEY, KEY]) as storage:
-        assert await storage.get("alice", "creds", "me") == b"old"
+        assert await storage.get("alice", "session", "bob") == b"kept"
         await storage.put("alice", "creds", "me", b"new")
-        assert isinstance(storage, Sealed)
-        assert await storage.reseal() == 2
     async with open_storage(inner, key=OTHER_KEY) as storage:
         assert await storage.get("alice", "creds", "me") == b"new"
-        assert await storage.get("alice", "session", "bob") == b"kept"
-    assert await inner.get("alice", "session", "carol") == b"noise", (
-        "reseal() changed a damaged record"
-    )
+        with pytest.raises(CorruptRecord, match="another key"):
+            await storage.get("alice", "session", "bob")
     with pytest.raises(CorruptRecord, match="another key"):
         await open_storage(inner, key=KEY).open()
 
 
-async def test_plain_storage_can_be_encrypted_with_reseal(tmp_path: Path) -> None:
+async def test_key_for_a_plain_storage_is_refused_and_its_records_stay(tmp_path: Path) -> None:
     path = tmp_path / "accounts.db"
     async with open_storage(path) as storage:
         await storage.put("alice", "creds", "me", b"secret")
-    with pytest.raises(StorageError, match="accept_plain=True and call reseal"):
+    with pytest.raises(StorageError, match="copy its records to a new storage"):
         await open_storage(path, key=KEY).open()
-    async with open_storage(path, key=KEY, accept_plain=True) as storage:
-        assert isinstance(storage, Sealed)
-        assert await storage.reseal() == 1
-    async with open_storage(path, key=KEY) as storage:
+    async with open_storage(path) as storage:
         assert await storage.get("alice", "creds", "me") == b"secret"
 
 

@@ -16,12 +16,7 @@ from ._storage import Keys, Storage
 __all__ = ["open_storage"]
 
 
-def open_storage(
-    where: str | os.PathLike[str] | Storage,
-    *,
-    key: Keys | None = None,
-    accept_plain: bool = False,
-) -> Storage:
+def open_storage(where: str | os.PathLike[str] | Storage, *, key: Keys | None = None) -> Storage:
     """Return the storage of that name, to be opened with `async with`.
 
     `"accounts.db"` or a path is a SQLite database, `"files:DIR"` or an existing directory is a
@@ -34,7 +29,7 @@ def open_storage(
         return where
     if isinstance(where, Sealed):
         raise StorageError(f"{where!r} is encrypted already: pass the key only once")
-    return Sealed(inner, Seal(key, accept_plain=accept_plain))
+    return Sealed(inner, Seal(key))
 
 
 def _adapter(where: str | os.PathLike[str]) -> Storage:

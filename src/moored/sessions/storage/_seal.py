@@ -41,21 +41,19 @@ class Seal:
     """Puts values into envelopes, and takes them out again.
 
     :param key: 32 bytes, or several such keys: the first one encrypts, all of them decrypt, so that
-        a key can be replaced. Without a key, records only have a checksum.
-    :param accept_plain: with a key, accept records that are not encrypted as well, for a storage
-        that was first used without a key. Otherwise they are refused: anybody could forge them.
+        a key can be replaced. Without a key, records only have a checksum; with one, records that
+        are not encrypted are refused: anybody could forge them.
     """
 
-    def __init__(self, key: Keys | None = None, *, accept_plain: bool = False) -> None:
+    def __init__(self, key: Keys | None = None) -> None:
         # One keyed hash for each key, from which the AES keys of records are derived: unlike the
         # key, it cannot be printed or pickled.
         self._hashes = [
             blake2b(key=each, digest_size=KEY_BYTES, person=b"moored record")
             for each in _listed(key)
         ]
-        #: Whether there is a key, and whether records that are not encrypted are accepted.
+        #: Whether there is a key.
         self.encrypts = bool(self._hashes)
-        self.accept_plain = accept_plain or not self._hashes
         self._aes = _aes_gcm() if self._hashes else None
 
     def close_envelope(self, names: Names, value: bytes) -> bytes:
@@ -70,7 +68,7 @@ class Seal:
         """Return the value; raises `CorruptRecord` if it is damaged, moved, or of another key."""
         kind, payload = _checked(names, envelope)
         if kind == PLAIN:
-            if not self.accept_plain:
+            if self.encrypts:
                 raise _corrupt(names, "is not encrypted, although there is a key")
             return payload
         if not self._hashes:

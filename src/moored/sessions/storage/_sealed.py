@@ -92,25 +92,6 @@ class Sealed(Storage):
         await self.put(profile, namespace + ASIDE, key, envelope)
         return True
 
-    async def reseal(self) -> int:
-        """Encrypt every record again with the first key; return how many there were.
-
-        This completes a change of keys: the old keys are not needed afterwards. The storage must
-        not be used otherwise meanwhile. Damaged records stay as they are.
-        """
-        written = 0
-        for profile in await self.list_profiles():
-            for namespace in await self.namespaces(profile):
-                for key in await self.keys(profile, namespace):
-                    try:
-                        value = await self.get(profile, namespace, key)
-                    except CorruptRecord:
-                        continue
-                    if value is not None:
-                        await self.put(profile, namespace, key, value)
-                        written += 1
-        return written
-
     def __repr__(self) -> str:
         return f"<Sealed {self.inner!r}, {self._seal!r}>"
 
@@ -122,10 +103,10 @@ class Sealed(Storage):
             if marker is not None:
                 raise StorageError(f"{self.inner!r} is encrypted: pass the key")
             return
-        if marker is None and profiles and not self._seal.accept_plain:
+        if marker is None and profiles:
             raise StorageError(
-                f"{self.inner!r} has records that are not encrypted. To encrypt them, open it with "
-                "accept_plain=True and call reseal(), once"
+                f"{self.inner!r} has records that are not encrypted: open it without a key, and "
+                "copy its records to a new storage with the key"
             )
         try:
             current = marker is not None and self._seal.is_current(MARKER, marker)
