@@ -1,4 +1,4 @@
-"""A database for each test, and a server of an older version."""
+"""A database for each test, and servers of older versions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ from moored.embedded import SyncEmbeddedPostgres
 __all__ = ["make", "older_postgres", "stream_id", "streamed_url"]
 
 
-@pytest.fixture(scope="module")
-def older_postgres() -> Iterator[SyncEmbeddedPostgres]:
-    """An installed server: 15 on Debian 12."""
-    with SyncEmbeddedPostgres(bin_dir=Path(require_server("postgres")).parent) as server:
-        yield server
+@pytest.fixture(scope="module", params=["installed", pytest.param(16, marks=pytest.mark.soak)])
+def older_postgres(request: pytest.FixtureRequest) -> Iterator[SyncEmbeddedPostgres]:
+    """An installed server, 15 on Debian 12, and in `make soak` also 16."""
+    if request.param == "installed":
+        made = SyncEmbeddedPostgres(bin_dir=Path(require_server("postgres")).parent)
+    else:
+        made = SyncEmbeddedPostgres(version=request.param)
+    with made:
+        yield made

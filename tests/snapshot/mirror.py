@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import psycopg
@@ -32,12 +33,16 @@ class Copy:
             self.resets.append(item.reason)
             self.rows.clear()
         elif isinstance(item, Rows):
-            for row in item:
-                self._write(self._of(row), row, new=True)
-                self.copied += 1
+            self.add(item)
         else:
             for change in item:
                 self._change(change)
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Write the rows of a snapshot."""
+        for row in rows:
+            self._write(self._of(row), row)
+            self.copied += 1
 
     def _change(self, change: Any) -> None:
         if isinstance(change, Truncate):
@@ -47,20 +52,20 @@ class Copy:
         old, new = change.old, change.new
         # Of a row that stays, too: its large values may be unchanged.
         before = old if old is not None else new if change.kind == "update" else None
-        removed = {} if before is None else self._remove(self._of(before, old))
+        removed = {} if before is None else self._remove(self._of(before))
         if new is not None:
             row = {k: removed.get(k) if v is UNCHANGED else v for k, v in new.items()}
-            self._write(self._of(row), row, new=True)
+            self._write(self._of(row), row)
 
-    def _of(self, row: Row, old: Row | None = None) -> tuple[Any, ...]:
+    def _of(self, row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in self._key)
 
     def _remove(self, key: tuple[Any, ...]) -> Row:
         assert not self._exact or key in self.rows, f"{key} is not there"
         return self.rows.pop(key, {})
 
-    def _write(self, key: tuple[Any, ...], row: Row, *, new: bool) -> None:
-        assert not self._exact or not new or key not in self.rows, f"{key} is there already"
+    def _write(self, key: tuple[Any, ...], row: Row) -> None:
+        assert not self._exact or key not in self.rows, f"{key} is there already"
         self.rows[key] = row
 
     def differences(self, truth: dict[tuple[Any, ...], Row]) -> list[Any]:

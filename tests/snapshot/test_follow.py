@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,25 @@ async def killing(url: str, copy: Copy, rng: random.Random) -> None:
             )
 
 
+async def begun(pg: Postgres, copy: Copy, size: int, most: int) -> str:
+    """Copy some rows with `snapshot()`; return where the follower continues."""
+    async with pg.changes("c", tables=["items"]):
+        await pg.wait_until_published("items", timeout=LIMIT)
+    rows: list[Any] = []
+    async with pg.snapshot("items", chunk_rows=size) as snapshot, aclosing(aiter(snapshot)) as each:
+        async for row in each:
+            rows.append(row)
+            if len(rows) == most:
+                break
+            await asyncio.sleep(0.001)
+        state, position = snapshot.position.state, str(snapshot.position)
+    after = state.after
+    # The last chunk may be unfinished, and is copied again.
+    finished = [row for row in rows if state.complete or (after and row["id"] <= int(after[0]))]
+    copy.add(finished)
+    return position
+
+
 async def schedule(
     url: str,
     state: Path,
@@ -87,8 +107,12 @@ async def schedule(
     truncate: float = 0.02,
     kills: bool = False,
     alter: bool = False,
+    first: bool = False,
 ) -> Copy:
-    """Follow a table while it is written to, and compare."""
+    """Follow a table while it is written to, and compare.
+
+    :param first: begin with a snapshot, and stop it somewhere: the follower continues it.
+    """
     rng = random.Random(seed)
     async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
         await create(conn, kind, ROWS)
@@ -96,8 +120,10 @@ async def schedule(
         writing = tasks.start(write_until(url, kind, over, seed, truncate=truncate))
         async with Postgres(url, state_dir=state, pool_size=3, stream_id=f"s{seed}") as pg:
             copy = Copy(*KEY[kind], exact=exact)
+            size = rng.choice([3, 17])
+            start = await begun(pg, copy, size, rng.randrange(2 * ROWS)) if first else None
             async with pg.follow(
-                "items", consumer="c", chunk_rows=rng.choice([3, 17]), where=where
+                "items", consumer="c", chunk_rows=size, where=where, start=start
             ) as f:
                 following = tasks.start(apply(f, copy))
                 if kills:
@@ -133,6 +159,8 @@ CASES: dict[str, dict[str, Any]] = {
     "where": {"kind": "int", "where": "amount % 3 = 0"},
     "killed": {"kind": "int", "kills": True},
     "altered": {"kind": "int", "alter": True, "truncate": 0.0},
+    "snapshot": {"kind": "int", "first": True},
+    "exact snapshot": {"kind": "int", "first": True, "exact": True, "truncate": 0.0},
 }
 
 
@@ -143,7 +171,7 @@ async def test_rows_and_changes_add_up_to_the_table(
     await run(postgres, tmp_path, case)
 
 
-@pytest.mark.parametrize("case", ["int", "where"])
+@pytest.mark.parametrize("case", ["int", "where", "snapshot"])
 async def test_rows_and_changes_add_up_to_the_table_of_an_older_server(
     older_postgres: SyncEmbeddedPostgres, tmp_path: Path, case: str
 ) -> None:

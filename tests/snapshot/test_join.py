@@ -11,15 +11,15 @@ import pytest
 from moored.postgres.snapshot._join import ChangePart, Chunk, CopyState, Placed, Sight
 from moored.testing import Mutant, Sim, assert_caught, mutant, run_one, scaled, simulate
 
-from .world import KEYS, AtLeastOnce, Exact, SimulatedTable, write
+from .world import KEYS, AtLeastOnce, Exact, SimulatedTable, TwoAtOnce, write
 
 pytestmark = pytest.mark.pure
 
 
 async def scenario(sim: Sim) -> Counter[str]:
-    """Two consumers follow a table while four writers change it."""
+    """Three consumers follow a table while four writers change it."""
     table = SimulatedTable(dict.fromkeys(range(0, KEYS, 2), "first"))
-    consumers = [Exact(sim, table), AtLeastOnce(sim, table)]
+    consumers = [Exact(sim, table), AtLeastOnce(sim, table), TwoAtOnce(sim, table)]
     over = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:
         for consumer in consumers:
@@ -30,7 +30,7 @@ async def scenario(sim: Sim) -> Counter[str]:
         over.set()
     for consumer in consumers:
         assert consumer.rows == table.rows, type(consumer).__name__
-    return consumers[0].saw + consumers[1].saw
+    return sum((each.saw for each in consumers), Counter())
 
 
 def test_chunks_and_changes_add_up_to_the_table() -> None:
@@ -40,7 +40,7 @@ def test_chunks_and_changes_add_up_to_the_table() -> None:
 def test_the_schedules_reach_every_case() -> None:
     saw: Counter[str] = Counter()
     wanted = {f"{part.value} of a row" for part in ChangePart} | {
-        "a crash", "a chunk again", "begun again", "whole of truncate",
+        "a crash", "a chunk again", "an earlier snapshot", "begun again", "whole of truncate",
     }  # fmt: skip
     for seed in range(300):
         saw += run_one(scenario, seed).result()
@@ -102,6 +102,11 @@ def _early(self: CopyState, place: int | None, xid: int, end: int) -> bool:
     return place is None or place >= len(self.chunks) or _lacks(self, place, xid, end)
 
 
+def _settled_by_the_last(self: CopyState, end: int) -> bool:
+    """The last chunk is taken for the one with the last snapshot."""
+    return self.complete and end > self.chunks[-1].limit
+
+
 def _truncates_partly(self: CopyState, xid: int, end: int, changes: Any) -> Any:
     """TRUNCATE empties also the chunks that were copied after it."""
     placed = [each for each in changes if not each.truncate]
@@ -123,6 +128,7 @@ MUTANTS = (
     mutant(CopyState, "_part", _by_old_key, name="a moved key loses its new row"),
     mutant(CopyState, "lacks", _keeps_all, name="a deleted row reappears"),
     mutant(CopyState, "lacks", _early, name="a change before its chunk"),
+    mutant(CopyState, "settled", _settled_by_the_last, name="the last chunk has the last snapshot"),
     mutant(CopyState, "join", _truncates_partly, name="truncated too much"),
 )
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from moored.postgres.snapshot._join import ChangePart, Chunk, CopyState, Placed, Sight
 from moored.testing import Sim
 
-__all__ = ["KEYS", "AtLeastOnce", "Exact", "SimulatedTable", "write"]
+__all__ = ["KEYS", "AtLeastOnce", "Exact", "SimulatedTable", "TwoAtOnce", "write"]
 
 KEYS = 12
 CHUNK = 3
@@ -168,14 +168,24 @@ class Exact:
         self._state = CopyState.load(self._state.forget(self._lsn()).dump())
 
     def _copy(self) -> None:
-        bounds = self._state.bounds
-        rows, chunk = self._table.copy(int(bounds[-1][0]) if bounds else None)
+        self._add(*self._table.copy(self._after()))
+
+    def _after(self) -> int | None:
+        after = self._state.after
+        return None if after is None else int(after[0])
+
+    def _add(self, rows: dict[int, str], chunk: Chunk) -> None:
         assert not rows.keys() & self.rows.keys(), "a row was copied twice"
         self.rows |= rows
         self._state = self._state.copied(chunk)
         self.saw["a chunk"] += 1
 
     def _consume(self, commit: Commit) -> None:
+        if self._state.settled(commit.end):
+            self._next += 1
+            for change in commit.changes:
+                self._apply(change, ChangePart.WHOLE)
+            return
         joined = self._state.join(commit.xid, commit.end, map(self._placed, commit.changes))
         self._next += 1
         if joined.begin_again:
@@ -207,6 +217,30 @@ class Exact:
             self.rows[change.new] = change.value
 
 
+class TwoAtOnce(Exact):
+    """A snapshot, whose chunks are read two at a time, and a follower that continues it.
+
+    The second chunk of the two may have the earlier snapshot.
+    """
+
+    async def run(self, over: asyncio.Event) -> None:
+        """Read some chunks, or all, before the stream is consumed."""
+        while not self._state.complete and self._sim.rng.random() < 0.8:
+            after = self._after()
+            _, first = self._table.copy(after)
+            second = None
+            if first.through is not None:
+                most = self._sim.rng.choice([CHUNK, None])
+                second = self._table.copy(int(first.through[0]), most=most)
+                await asyncio.sleep(self._sim.random(0, 0.5))
+            through = None if first.through is None else int(first.through[0])
+            self._add(*self._table.copy(after, through, most=None))
+            if second is not None:
+                self._add(*second)
+                self.saw["an earlier snapshot"] += 1
+        await super().run(over)
+
+
 class AtLeastOnce(Exact):
     """A consumer that acknowledges a while after its effect: a crash repeats what is between.
 
@@ -229,17 +263,12 @@ class AtLeastOnce(Exact):
 
     def _copy(self) -> None:
         if not self._again:
-            bounds = self._state.bounds
-            rows, chunk = self._table.copy(int(bounds[-1][0]) if bounds else None)
+            rows, chunk = self._table.copy(self._after())
         else:
             self.saw["a chunk again"] += 1
             chunk = self._again.pop(0)
-            bounds = self._state.bounds
-            rows, _ = self._table.copy(
-                int(bounds[-1][0]) if bounds else None,
-                None if chunk.through is None else int(chunk.through[0]),
-                most=None,
-            )
+            through = None if chunk.through is None else int(chunk.through[0])
+            rows, _ = self._table.copy(self._after(), through, most=None)
         self.rows |= rows
         self._state = self._state.copied(chunk)
         self.saw["a chunk"] += 1

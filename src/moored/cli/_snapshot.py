@@ -46,7 +46,7 @@ def snapshot(
     output: Output = None,
     where: Where = None,
     column: Columns = None,
-    chunk_rows: Rows = 100_000,
+    chunk_rows: Rows = 50_000,
 ) -> int:
     """Write the rows of a table in the text format of COPY, and show the progress on stderr.
 

@@ -139,7 +139,7 @@ class Follow:
     @property
     def progress(self) -> CopyProgress:
         """How much of the table is copied, and how fast."""
-        return self._meter.progress
+        return self._meter.progress._replace(complete=self._state.complete)
 
     # -- the items -------------------------------------------------------------------------------
 
@@ -155,6 +155,8 @@ class Follow:
                     item = await self._made(found)
                 except ColumnsChanged as error:
                     item = Reset(str(error))
+                if isinstance(item, Reset):
+                    await self._void()
                 yield item
                 if isinstance(item, Reset):
                     if not self._begins_again:
@@ -206,13 +208,14 @@ class Follow:
 
     async def _copy(self, state: CopyState) -> CopiedRows:
         again = self._again[0] if self._again else None
-        results, chunk = await self._reader.read(self._reader.rows, state.after, again)
+        through = again.through if again else await self._reader.bound(state.after)
+        results, chunk = await self._reader.read(self._reader.rows, state.after, through)
         rows: list[Row] = []
         for result in results:
             for some in self._reader.load(result):
                 rows += some
                 await asyncio.sleep(0)
-        return CopiedRows(rows, chunk)
+        return CopiedRows(rows, again or chunk)
 
     async def _chunk(self, rows: list[Row], chunk: Chunk) -> Rows:
         self._state = self._state.copied(chunk)
@@ -282,10 +285,13 @@ class Follow:
                 if self._changes._closed:
                     raise self._changes._error or StopAsyncIteration from None
 
-    async def _begin(self) -> None:
+    async def _void(self) -> None:
+        """Forget what was delivered; its acknowledgements have no effect any more."""
         await self._end_copying()
         self._generation += 1
         self._state, self._again, self._acked, self._merged = CopyState(), [], 0, 0
+
+    async def _begin(self) -> None:
         await self._reader.begin()
         self._lsn = self._acknowledged()
         await self._save()

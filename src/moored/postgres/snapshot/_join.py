@@ -131,7 +131,8 @@ class CopyState:
 
     def settled(self, end: int) -> bool:
         """Return whether transactions that end after this LSN are delivered as they are."""
-        return self.complete and end > self.chunks[-1].limit
+        # A later chunk may have an earlier snapshot: two are read at the same time.
+        return self.complete and end > max(chunk.limit for chunk in self.chunks)
 
     def lacks(self, place: int | None, xid: int, end: int) -> bool:
         """Return whether a finished chunk does not contain a change of one of its rows."""

@@ -189,20 +189,23 @@ class TableReader:
                 )
             yield TableView(conn, table, Sight.parse(sight), Lsn.parse(limit))
 
-    async def bound(self, view: TableView, after: Key | None) -> Key | None:
+    async def bound(self, after: Key | None) -> Key | None:
         """Return the last key of the next chunk; None for the last chunk."""
-        if not self.table.key:
-            return None
-        found = await view.conn.execute(self.table.bound(after, self._rows))
-        row = await found.fetchone()
-        return None if row is None else tuple(row)
+
+        async def look() -> Key | None:
+            async with self.view() as view:
+                found = await view.conn.execute(self.table.bound(after, self._rows))
+                row = await found.fetchone()
+                return None if row is None else tuple(row)
+
+        return await self.retried(look) if self.table.key else None
 
     async def rows(
         self, view: TableView, after: Key | None, through: Key | None
     ) -> AsyncGenerator[pq.abc.PGresult, None]:
         """Yield the rows of a range of keys, as results of queries."""
         query = self.table.select(after, through)
-        if self.table.key:
+        if through is not None:
             yield await self._result(view.conn, query)
             return
         await view.conn.execute(psycopg.sql.SQL("DECLARE rows NO SCROLL CURSOR FOR ") + query)
@@ -292,20 +295,18 @@ class TableReader:
         return found
 
     async def read(
-        self, pieces: Pieces[T], after: Key | None, again: Chunk | None = None
+        self, pieces: Pieces[T], after: Key | None, through: Key | None
     ) -> tuple[list[T], Chunk]:
-        """Read the next chunk; after a failure of the connection, with another snapshot.
+        """Read a chunk; after a failure of the connection, with another snapshot.
 
         :param pieces: reads a range of keys: `rows` or `blocks`.
-        :param again: a chunk that was read before: read the same range, and return this chunk.
         """
 
         async def attempt() -> tuple[list[T], Chunk]:
             async with self.view() as view:
-                through = again.through if again else await self.bound(view, after)
                 async with aclosing(pieces(view, after, through)) as each:
                     found = [piece async for piece in each]
-                return found, again or Chunk(through, view.sight, view.limit)
+                return found, Chunk(through, view.sight, view.limit)
 
         return await self.retried(attempt)
 

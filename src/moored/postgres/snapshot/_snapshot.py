@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
@@ -21,6 +22,8 @@ __all__ = ["CopyMeter", "Snapshot"]
 
 #: How often the progress of a copy is recorded as an event, in seconds.
 REPORT_EVERY = 10.0
+#: Chunks that are read at the same time, each over a connection of its own.
+READERS = 2
 
 T = TypeVar("T")
 
@@ -92,7 +95,7 @@ class Snapshot:
         self._start = start
         self._state = CopyState() if start is None else start.state
         self._lsn = Lsn(0)
-        self._next: asyncio.Task[Any] | None = None
+        self._reading: deque[asyncio.Task[Any]] = deque()
 
     async def __aenter__(self) -> Self:
         start = self._start
@@ -160,36 +163,36 @@ class Snapshot:
         self._meter.end()
 
     async def _from_one(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
-        """Read all chunks with one snapshot."""
+        """Read all rows with one snapshot."""
         async with self._reader.view() as view:
-            while not self._state.complete:
-                after = self._state.after
-                through = await self._reader.bound(view, after)
-                async with aclosing(read(view, after, through)) as pieces:
-                    async for piece in pieces:
-                        yield piece
-                self._state = self._state.copied(Chunk(through, view.sight, view.limit))
+            async with aclosing(read(view, self._state.after, None)) as pieces:
+                async for piece in pieces:
+                    yield piece
+            self._state = self._state.copied(Chunk(None, view.sight, view.limit))
 
     async def _from_each(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
-        """Read each chunk with its own snapshot, while the one before it is consumed."""
+        """Read chunks with snapshots of their own, some at the same time; yield them in order."""
+        state = self._state
+        after, more = state.after, not state.complete
         try:
-            state = self._state
-            while not state.complete:
-                reading = self._next or start_task(self._reader.read(read, state.after))
-                self._next = reading
-                pieces, chunk = await reading
-                state, self._next = state.copied(chunk), None
-                if not state.complete:
-                    self._next = start_task(self._reader.read(read, state.after))
+            while more or self._reading:
+                while more and len(self._reading) < READERS:
+                    through = await self._reader.bound(after)
+                    self._reading.append(start_task(self._reader.read(read, after, through)))
+                    after, more = through, through is not None
+                pieces, chunk = await self._reading[0]
+                self._reading.popleft()
                 for piece in pieces:
                     yield piece
-                self._state = state
+                    await asyncio.sleep(0)  # the next chunks are received meanwhile
+                self._state = state = state.copied(chunk)
+                del pieces
         finally:
             await self._cancel()
 
     async def _cancel(self) -> None:
-        reading, self._next = self._next, None
-        await end_task(reading)
+        while self._reading:
+            await end_task(self._reading.pop())
 
     def __repr__(self) -> str:
         return f"<Snapshot of {self._reader.name}: {self.progress}>"

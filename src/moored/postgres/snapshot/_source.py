@@ -152,15 +152,17 @@ class SourceTable(NamedTuple):
         """Return the query of the last key of the next chunk; it finds none in the last chunk."""
         condition: sql.Composable = sql.SQL("")
         if after is not None:
-            condition = sql.SQL(" WHERE {} > {}").format(self._key("t"), self._values(after))
-        # Without the alias, ORDER BY would mean the strings.
-        names = [sql.Identifier("t", column.name) for column in self.key]
-        return sql.SQL("SELECT {} FROM {} t{} ORDER BY {} OFFSET {} LIMIT 1").format(
+            condition = sql.SQL(" WHERE {} > {}").format(self._key(), self._values(after))
+        names = [sql.Identifier(column.name) for column in self.key]
+        # Outside of the subquery, the strings are made for one row only.
+        return sql.SQL(
+            "SELECT {} FROM (SELECT {names} FROM {}{} ORDER BY {names} OFFSET {} LIMIT 1) AS last"
+        ).format(
             sql.SQL(", ").join(sql.SQL("{}::text").format(name) for name in names),
             self.identifier,
             condition,
-            sql.SQL(", ").join(names),
             sql.Literal(rows - 1),
+            names=sql.SQL(", ").join(names),
         )
 
     def place(self, bounds: Sequence[Key], keys: Sequence[KeyValues]) -> list[int] | None:
