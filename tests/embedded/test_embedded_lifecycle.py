@@ -240,9 +240,12 @@ async def test_a_slow_start_reports_progress(monkeypatch: pytest.MonkeyPatch) ->
     assert news
 
 
-async def test_stop_escalates_from_fast_to_immediate_to_sigkill() -> None:
+async def test_stop_escalates_from_fast_to_immediate_to_sigkill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moored.embedded._cluster.KILL_TIMEOUT", 0.2)
     told: list[str] = []
-    pg = EmbeddedPostgres(stop_timeout=0.2, kill_timeout=0.2, on_progress=told.append)
+    pg = EmbeddedPostgres(stop_timeout=0.2, on_progress=told.append)
     await pg.start()
     assert pg.pid is not None
     everything = family(pg.pid)

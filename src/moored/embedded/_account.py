@@ -23,20 +23,18 @@ class Account:
     gid: int
 
     @classmethod
-    def choose(cls, directory: Directory, run_as: str | None = None) -> Account:
-        """Return this process's user; for root, `run_as`, or the owner of the data, or `nobody`."""
-        if os.geteuid() != 0:
-            own = cls._by_uid(os.geteuid())
-            if run_as not in (None, own.name):
-                raise EmbeddedError(
-                    f"the server cannot run as {run_as!r}: only root may choose another user; "
-                    f"leave run_as out to run it as {own.name!r}"
-                )
-            return own
-        if run_as is not None:
-            return cls._by_name(run_as)
-        owner = directory.owner()
-        return cls._by_uid(owner) if owner else cls._by_name("nobody")
+    def choose(cls, directory: Directory) -> Account:
+        """Return this process's user; for root, the owner of the data, or else `nobody`."""
+        if owner := os.geteuid() or directory.owner():
+            return cls._by_uid(owner)
+        try:
+            found = pwd.getpwnam("nobody")
+        except KeyError:
+            raise EmbeddedError(
+                "PostgreSQL refuses to run as root, and this machine has no user 'nobody': make "
+                "the user that it should run as the owner of data_dir"
+            ) from None
+        return cls(found.pw_name, found.pw_uid, found.pw_gid)
 
     @classmethod
     def _by_uid(cls, uid: int) -> Account:
@@ -45,21 +43,6 @@ class Account:
         except KeyError:  # a container may run as a number that has no name
             return cls(str(uid), uid, os.getegid() if uid == os.geteuid() else uid)
         return cls(found.pw_name, uid, found.pw_gid)
-
-    @classmethod
-    def _by_name(cls, name: str) -> Account:
-        try:
-            found = pwd.getpwnam(name)
-        except KeyError:
-            raise EmbeddedError(
-                f"this machine has no user {name!r} to run PostgreSQL as "
-                "(it refuses to run as root): choose another with run_as"
-            ) from None
-        if found.pw_uid == 0:
-            raise EmbeddedError(
-                "PostgreSQL refuses to run as root: choose another user with run_as"
-            )
-        return cls(name, found.pw_uid, found.pw_gid)
 
     @property
     def foreign(self) -> bool:

@@ -18,7 +18,7 @@ from ._directory import Directory
 from ._errors import EmbeddedError, VersionMismatch
 from ._files import read_file, sync_directory, write_file
 from ._guarded import Guarded
-from ._options import ServerOptions, environment
+from ._options import KILL_TIMEOUT, ServerOptions, environment
 from ._pgpass import pgpass_line, pgpass_passwords
 
 __all__ = ["Cluster"]
@@ -115,7 +115,7 @@ class Cluster:
             self.account.drop,
             str(data),
             str(self.options.socket_dir or ""),
-            str(self.options.grace),
+            f"{self.options.stop_timeout},{KILL_TIMEOUT}",
             str(self.directory.path) if self.directory.temporary else "",
         )
         log = self.directory.open_log()

@@ -56,8 +56,8 @@ class EmbeddedPostgres(Server):
     - `version` is the major version of the wheel's PostgreSQL to run. The default is the version of
       the data, and for new data the newest.
     - `bin_dir` is the bin directory of an installed PostgreSQL, to run that instead of the wheel's.
-    - `host` is the loopback address to listen on, and `port` the port; 0 chooses a free one at the
-      first start and keeps it, so that clients find the server again after a restart.
+    - `port` is the port on 127.0.0.1; 0 chooses a free one at the first start and keeps it, so that
+      clients find the server again after a restart.
     - `socket_dir` is the directory of a Unix socket, to listen there instead of on a port.
     - `database` is the database of `url`; it is created if it is missing.
     - `user` is the superuser that the data are created with, and `password` that user's password.
@@ -65,11 +65,9 @@ class EmbeddedPostgres(Server):
       were created elsewhere.
     - `options` are settings of PostgreSQL. They override Moored's defaults (`wal_level = logical`,
       among others), and `ALTER SYSTEM` overrides them.
-    - `run_as` is the user that the server runs as if this process is root, because PostgreSQL
-      refuses to run as root. The default is the owner of the data, and for new data `nobody`.
     - `start_timeout` limits a start, including the recovery after a crash.
-    - `stop_timeout` limits a fast shutdown, after which an immediate one follows; `kill_timeout`
-      limits that one, after which SIGKILL follows.
+    - `stop_timeout` limits a fast shutdown, after which an immediate one follows, and 10 s later
+      SIGKILL.
     - `on_progress` is called on the loop with a sentence about each step of a start or a stop.
     """
 

@@ -7,28 +7,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from . import _guard
 from ._descriptors import OwnedDescriptor
 
-__all__ = ["Grace", "Guarded"]
+__all__ = ["Guarded"]
 
 _GUARD = str(Path(_guard.__file__).resolve())
-
-
-@dataclass(frozen=True)
-class Grace:
-    """How long a server may take to end before the next signal."""
-
-    #: Seconds for a fast shutdown: transactions are rolled back, and the data are written out.
-    fast: float
-    #: Seconds for an immediate shutdown, which the next start recovers from; then SIGKILL.
-    immediate: float
-
-    def __str__(self) -> str:
-        return f"{self.fast},{self.immediate}"
 
 
 class Guarded:

@@ -85,7 +85,7 @@ class Launch:
         return Launched(run, cluster.binaries, port, cluster.password())
 
     def _cluster(self, lock: OwnedDescriptor, *, new: bool) -> Cluster:
-        account = Account.choose(self._directory, self._options.run_as)
+        account = Account.choose(self._directory)
         binaries = accessible_binaries(self._binaries(), account, self._notify)
         cluster = Cluster(self._directory, self._options, account, binaries)
         if new:
@@ -110,7 +110,7 @@ class Launch:
         port: int,
         attempts: int = _PORT_ATTEMPTS,
     ) -> tuple[Guarded, int]:
-        chosen = port or choose_port(self._options.host)
+        chosen = port or choose_port()
         try:
             return self._run(cluster, lock, chosen), chosen
         except PortInUse:

@@ -12,17 +12,20 @@ from urllib.parse import quote, urlencode
 
 from ._binaries import Binaries, minimal_environment
 from ._errors import EmbeddedError
-from ._guarded import Grace
 
-__all__ = ["ServerOptions", "environment"]
+__all__ = ["HOST", "KILL_TIMEOUT", "ServerOptions", "environment"]
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+#: The address that a server listens on: it is for this machine only.
+HOST = "127.0.0.1"
+#: Seconds for an immediate shutdown, which the next start recovers from; then SIGKILL follows.
+KILL_TIMEOUT = 10.0
+
 _LONGEST_SOCKET = 107
 _UNIX_PORT = 5432
 
 # These go on the command line, so that a changed configuration cannot open the server to others.
 _OURS = {
-    "listen_addresses": "host",
+    "listen_addresses": "socket_dir",
     "port": "port",
     "unix_socket_directories": "socket_dir",
     "data_directory": "data_dir",
@@ -36,16 +39,15 @@ class ServerOptions:
 
     version: int | None
     bin_dir: Path | None
-    host: str
     port: int
     socket_dir: Path | None
     database: str
     user: str
     password: str | None
     options: Mapping[str, str]
-    run_as: str | None
     start_timeout: float
-    grace: Grace
+    #: Seconds for a fast shutdown: transactions are rolled back, and the data are written out.
+    stop_timeout: float
     #: Whether the data are removed when the server is stopped.
     temporary: bool
 
@@ -55,12 +57,9 @@ class ServerOptions:
 
     def _mistakes(self) -> list[str]:
         checks = {
-            f"host={self.host!r} is not a loopback address, and an embedded server is for this "
-            f"machine only: use one of {', '.join(_LOOPBACK)}": self.host in _LOOPBACK,
             f"port={self.port} is not between 0 and 65535": 0 <= self.port < 65536,
             f"start_timeout={self.start_timeout} is not positive": self.start_timeout > 0,
-            f"stop_timeout={self.grace.fast} is negative": self.grace.fast >= 0,
-            f"kill_timeout={self.grace.immediate} is negative": self.grace.immediate >= 0,
+            f"stop_timeout={self.stop_timeout} is negative": self.stop_timeout >= 0,
             "version and bin_dir are both given, but the programs in bin_dir have a fixed version: "
             "leave one out": self.version is None or self.bin_dir is None,
             "database is empty": bool(self.database),
@@ -93,7 +92,7 @@ class ServerOptions:
 
     def where(self, port: int) -> str:
         """Return the address that the server listens on, for messages."""
-        return f"{self.socket_dir or self.host}:{port}"
+        return f"{self.socket_dir or HOST}:{port}"
 
     def url(self, port: int, password: str, database: str | None = None) -> str:
         """Return the URL of a database of the server."""
@@ -102,8 +101,7 @@ class ServerOptions:
         if self.socket_dir is not None:
             where = urlencode({"host": str(self.socket_dir), "port": port})
             return f"postgresql://{login}@/{name}?{where}"
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"postgresql://{login}@{host}:{port}/{name}"
+        return f"postgresql://{login}@{HOST}:{port}/{name}"
 
     def postgres(
         self, binaries: Binaries, data: str, port: int, socket_dir: str | None
@@ -111,7 +109,7 @@ class ServerOptions:
         """Return the command that runs the server."""
         reached = {
             "port": str(port),
-            "listen_addresses": "" if socket_dir else self.host,
+            "listen_addresses": "" if socket_dir else HOST,
             "unix_socket_directories": socket_dir or "",
         }
         settings = [part for name in reached for part in ("-c", f"{name}={reached[name]}")]

@@ -22,9 +22,9 @@ from typing import Literal
 from ._database import ensure_database
 from ._directory import Directory
 from ._errors import EmbeddedError
-from ._guarded import Grace, Guarded
+from ._guarded import Guarded
 from ._launch import SETTLE, Launch, Launched
-from ._options import ServerOptions
+from ._options import HOST, KILL_TIMEOUT, ServerOptions
 
 __all__ = ["Ended", "Server", "State"]
 
@@ -59,32 +59,27 @@ class Server:
         *,
         version: int | None = None,
         bin_dir: PathLike | None = None,
-        host: str = "127.0.0.1",
         port: int = 0,
         socket_dir: PathLike | None = None,
         database: str = "postgres",
         user: str = "postgres",
         password: str | None = None,
         options: Mapping[str, str] | None = None,
-        run_as: str | None = None,
         start_timeout: float = 60.0,
         stop_timeout: float = 30.0,
-        kill_timeout: float = 10.0,
         on_progress: Callable[[str], None] | None = None,
     ) -> None:
         self._options = ServerOptions(
             version=version,
             bin_dir=None if bin_dir is None else Path(bin_dir),
-            host=host,
             port=port,
             socket_dir=None if socket_dir is None else Path(socket_dir).absolute(),
             database=database,
             user=user,
             password=password,
             options=dict(options or {}),
-            run_as=run_as,
             start_timeout=start_timeout,
-            grace=Grace(fast=stop_timeout, immediate=kill_timeout),
+            stop_timeout=stop_timeout,
             temporary=data_dir is None,
         )
         self._on_progress = on_progress
@@ -115,7 +110,7 @@ class Server:
     @property
     def host(self) -> str:
         """The address that the server listens on, or the directory of its socket."""
-        return str(self._options.socket_dir or self._options.host)
+        return str(self._options.socket_dir or HOST)
 
     @property
     def user(self) -> str:
@@ -258,11 +253,10 @@ class Server:
             )
 
     def _shut_down(self) -> None:
-        grace = self._options.grace
         if run := self._run:
             self._state, self._end_requested = "stopping", True
             run.stop()
-            self._await_end(run, grace.fast + grace.immediate + SETTLE)
+            self._await_end(run, self._options.stop_timeout + KILL_TIMEOUT + SETTLE)
         self._state = "stopped"
 
     def _end_now(self) -> None:
