@@ -11,6 +11,7 @@ import errno
 import socket
 from collections.abc import Iterator
 from enum import Enum
+from functools import partial
 from typing import NamedTuple
 
 import psycopg
@@ -38,17 +39,17 @@ class FaultVerdict(Enum):
 class Fault(NamedTuple):
     """One rule of the table."""
 
-    type: str
     verdict: FaultVerdict
+    type: str
     #: What happened, and what to do about it.
     happened: str
-    remedy: str
+    remedy: str = ""
     #: The rule matches an error with one of these SQLSTATEs …
     states: tuple[str, ...] = ()
+    #: … or with one of these, which are too general, whose message contains one of the phrases …
+    general: tuple[str, ...] = ()
     #: … or an error without a SQLSTATE whose message contains one of these phrases (lower case).
     words: tuple[str, ...] = ()
-    #: Whether an error with a SQLSTATE must contain a phrase, too: the SQLSTATE is too general.
-    both: bool = False
     errnos: tuple[int, ...] = ()
 
     def matches(self, state: str | None, text: str, number: int | None) -> bool:
@@ -56,8 +57,8 @@ class Fault(NamedTuple):
         if self.errnos and number in self.errnos:
             return True
         worded = any(words in text for words in self.words)
-        if self.states and state is not None:
-            return state in self.states and (worded or not self.both)
+        if state is not None and (self.states or self.general):
+            return state in self.states or (worded and state in self.general)
         return worded
 
 
@@ -80,75 +81,64 @@ class Diagnosis(NamedTuple):
 
 
 _RETRY, _FATAL, _DROP = FaultVerdict.RETRY, FaultVerdict.FATAL, FaultVerdict.DROP_SLOT
+_retry, _fatal, _drop = partial(Fault, _RETRY), partial(Fault, _FATAL), partial(Fault, _DROP)
 
 FAULTS: tuple[Fault, ...] = (
-    Fault(
+    _drop(
         "database_slot_exceeded_max_size",
-        _DROP,
         "the replication slot needed more WAL than max_slot_wal_keep_size allows",
         "a new slot is created and consumers get a Reset; raise max_slot_wal_keep_size, or consume "
         "faster",
-        ("55000",),
-        ("exceeded the maximum reserved size",),
-        both=True,
+        general=("55000",),
+        words=("exceeded the maximum reserved size",),
     ),
-    Fault(
+    _drop(
         "database_slot_invalidated",
-        _DROP,
         "the server has invalidated the replication slot",
         "a new slot is created and consumers get a Reset; the server's log has the reason",
-        ("55000", "42704"),
-        (
+        general=("55000", "42704"),
+        words=(
             "replication slot has been invalidated",
             "can no longer access replication slot",
             "can no longer get changes from replication slot",
             "cannot read from logical replication slot",
         ),
-        both=True,
     ),
-    Fault(
+    _fatal(
         "wal_level_is_not_logical",
-        _FATAL,
         "wal_level of the server is not logical",
         "set wal_level = logical in postgresql.conf (on RDS: rds.logical_replication = 1) and "
         "restart the server",
-        ("55000",),
-        ("logical decoding requires", "wal_level"),
-        both=True,
+        general=("55000",),
+        words=("logical decoding requires", "wal_level"),
     ),
-    Fault(
+    _fatal(
         "insufficient_privileges",
-        _FATAL,
         "this user lacks the REPLICATION privilege",
         "run ALTER ROLE … WITH REPLICATION (on RDS: GRANT rds_replication TO …)",
-        ("42501",),
-        ("wal sender", "walsender", "replication role", "replication attribute"),
-        both=True,
+        general=("42501",),
+        words=("wal sender", "walsender", "replication role", "replication attribute"),
     ),
-    Fault(
+    _fatal(
         "insufficient_privileges",
-        _FATAL,
         "this user lacks a privilege",
         "grant the privilege that the server's message names",
-        ("42501",),
-        ("permission denied", "must be owner", "must be superuser"),
+        states=("42501",),
+        words=("permission denied", "must be owner", "must be superuser"),
     ),
-    Fault(
+    _fatal(
         "invalid_username_or_password",
-        _FATAL,
         "the server rejects the user name or the password",
         "check both in the URL; special characters of a password must be percent-encoded",
-        ("28P01",),
-        ("password authentication failed", "no password supplied"),
+        states=("28P01",),
+        words=("password authentication failed", "no password supplied"),
     ),
-    Fault(
+    _fatal(
         "client_certificate_required",
-        _FATAL,
         "the server requires a client certificate that it trusts",
         "set sslcert and sslkey in the URL, to a certificate that is signed by a CA of the "
         "server's ssl_ca_file; only this user may have permission to read the key",
-        (),
-        (
+        words=(
             "requires a valid client certificate",
             "alert certificate required",
             "alert unknown ca",
@@ -158,106 +148,86 @@ FAULTS: tuple[Fault, ...] = (
             "could not read certificate file",
         ),
     ),
-    Fault(
+    _fatal(
         "ssl_connection_required",
-        _FATAL,
         "the server accepts only encrypted connections",
         "set sslmode=require in the URL, or remove sslmode from it",
-        ("28000",),
-        ("no encryption", "ssl off", "connection is insecure"),
-        both=True,
+        general=("28000",),
+        words=("no encryption", "ssl off", "connection is insecure"),
     ),
-    Fault(
+    _fatal(
         "authorization_failure",
-        _FATAL,
         "the server does not permit this user to log in from this address",
         "check pg_hba.conf for this user, database and address, and that the role has LOGIN",
-        ("28000",),
-        ("no pg_hba.conf entry", "is not permitted to log in", 'fatal:  role "'),
+        states=("28000",),
+        words=("no pg_hba.conf entry", "is not permitted to log in", 'fatal:  role "'),
     ),
-    Fault(
+    _fatal(
         "endpoint_not_found",
-        _FATAL,
         "the provider has no such endpoint",
         "check the host name in the URL",
-        (),
-        ("endpoint could not be found", "endpoint id is not specified"),
+        words=("endpoint could not be found", "endpoint id is not specified"),
     ),
-    Fault(
+    _fatal(
         "compute_quota_exceeded",
-        _FATAL,
         "the provider's quota of compute time is used up",
         "raise the plan's limit, or wait for the next billing period",
-        (),
-        ("compute time quota",),
+        words=("compute time quota",),
     ),
-    Fault(
+    _fatal(
         "data_transfer_quota_exceeded",
-        _FATAL,
         "the provider's quota of data transfer is used up",
         "raise the plan's limit, or wait for the next billing period",
-        (),
-        ("data transfer quota",),
+        words=("data transfer quota",),
     ),
-    Fault(
+    _retry(
         "branch_does_not_exist",
-        _RETRY,
         "the provider's branch does not exist (yet)",
         "if this persists, check the host name in the URL",
-        (),
-        ("branch does not exist", "branch not found"),
+        words=("branch does not exist", "branch not found"),
     ),
-    Fault(
+    _retry(
         "database_not_accepting_connections",
-        _RETRY,
         "the database does not accept connections",
         "if this persists, run ALTER DATABASE … ALLOW_CONNECTIONS true",
-        ("55000",),
-        ("not currently accepting connections",),
-        both=True,
+        general=("55000",),
+        words=("not currently accepting connections",),
     ),
-    Fault(
+    _fatal(
         "database_does_not_exist",
-        _FATAL,
         "the database does not exist",
         "check the database name in the URL, or create the database",
-        ("3D000",),
-        ('fatal:  database "',),
+        states=("3D000",),
+        words=('fatal:  database "',),
     ),
-    Fault(
+    _retry(
         "replication_slot_in_use",
-        _RETRY,
         "another connection reads from the replication slot",
         "it may be an old connection of this service that the server has not closed yet; if this "
         "persists, find its pid in pg_replication_slots.active_pid",
-        ("55006",),
-        ("is active for pid",),
+        states=("55006",),
+        words=("is active for pid",),
     ),
-    Fault(
+    _retry(
         "insufficient_resources",
-        _RETRY,
         "all replication slots of the server are in use",
         "raise max_replication_slots, or drop unused slots (pg_replication_slots)",
-        ("53400",),
-        ("all replication slots are in use",),
-        both=True,
+        general=("53400",),
+        words=("all replication slots are in use",),
     ),
-    Fault(
+    _retry(
         "insufficient_resources",
-        _RETRY,
         "the connection limit of this role or this database is reached",
         "raise its CONNECTION LIMIT (ALTER ROLE, ALTER DATABASE), or use fewer connections",
-        ("53300",),
-        ("too many connections for role", "too many connections for database"),
-        both=True,
+        general=("53300",),
+        words=("too many connections for role", "too many connections for database"),
     ),
-    Fault(
+    _retry(
         "insufficient_resources",
-        _RETRY,
         "the connection limit of the server is reached",
         "raise max_connections or max_wal_senders, or use fewer connections",
-        ("53300", "53400"),
-        (
+        states=("53300", "53400"),
+        words=(
             "too many clients",
             "too many connections",
             "remaining connection slots",
@@ -266,134 +236,109 @@ FAULTS: tuple[Fault, ...] = (
             "rate exceeded",
         ),
     ),
-    Fault("disk_full", _RETRY, "the server's disk is full", "free disk space there", ("53100",)),
-    Fault(
+    _retry("disk_full", "the server's disk is full", "free disk space there", states=("53100",)),
+    _retry(
         "duplicate_slot_file",
-        _RETRY,
         "the server has a left-over file of the replication slot",
         "if this persists, restart the server",
-        ("58P02",),
+        states=("58P02",),
     ),
-    Fault(
+    _retry(
         "database_server_shutting_down",
-        _RETRY,
         "the server is shutting down, or an administrator has terminated this connection",
-        "",
-        ("57P01", "57P02"),
-        ("terminating connection due to administrator command", "is shutting down"),
+        states=("57P01", "57P02"),
+        words=("terminating connection due to administrator command", "is shutting down"),
     ),
-    Fault(
+    _retry(
         "database_server_unavailable",
-        _RETRY,
         "the server is starting up or in recovery",
-        "",
-        ("57P03",),
-        ("the database system is starting up", "is in recovery mode", "not yet accepting"),
+        states=("57P03",),
+        words=("the database system is starting up", "is in recovery mode", "not yet accepting"),
     ),
-    Fault(
+    _retry(
         "pooler_login_failed",
-        _RETRY,
         "the pooler has no connection to the server",
         "check the pooler's log: the server may be down, or the pooler's pool too small",
-        (),
-        (
+        words=(
             "server login has been failing",
             "pgbouncer cannot connect",
             "server login failed",
             "query_wait_timeout",
         ),
     ),
-    Fault(
+    _retry(
         "compute_node_unreachable",
-        _RETRY,
         "the provider's compute node cannot be reached",
-        "",
-        (),
-        ("couldn't connect to compute node", "failed to connect to the compute"),
+        words=("couldn't connect to compute node", "failed to connect to the compute"),
     ),
-    Fault(
+    _fatal(
         "syntax_error",
-        _FATAL,
         "the server does not accept replication commands",
         "the URL leads to a pooler: set replication_url to the server itself",
-        ("42601",),
-        ('at or near "create_replication_slot"', 'at or near "identify_system"'),
+        states=("42601",),
+        words=('at or near "create_replication_slot"', 'at or near "identify_system"'),
     ),
-    Fault(
+    _retry(
         "missing_slot",
-        _RETRY,
         "the replication slot does not exist",
         "a new slot is created with the next connection, and consumers get a Reset",
-        ("42704",),
-        ("replication slot",),
-        both=True,
+        general=("42704",),
+        words=("replication slot",),
     ),
-    Fault(
+    # Where the publication did not exist, the WAL cannot be decoded.
+    _drop(
         "missing_publication",
-        _DROP,  # where the publication did not exist, the WAL cannot be decoded
         "the publication does not exist, or did not for a time",
         "publication and slot are created again with the next connection, and consumers get a "
         "Reset",
-        ("42704",),
-        ('publication "',),
-        both=True,
+        general=("42704",),
+        words=('publication "',),
     ),
-    Fault(
+    _retry(
         "query_canceled",
-        _RETRY,
         "the server canceled a command",
         "if it was a timeout, raise statement_timeout for this user",
-        ("57014",),
+        states=("57014",),
     ),
-    Fault(
+    # Retried: names of containers and services come and go with them.
+    _retry(
         "nxdomain",
-        _RETRY,  # names of containers and services come and go with them
         "the host name cannot be resolved",
         "if this persists, check the host name in the URL",
-        (),
-        (
+        words=(
             "could not translate host name",
             "name or service not known",
             "nodename nor servname",
             "no address associated with hostname",
         ),
     ),
-    Fault(
+    _retry(
         "nxdomain_temporary",
-        _RETRY,
         "the host name cannot be resolved at the moment",
-        "",
-        (),
-        ("temporary failure in name resolution",),
+        words=("temporary failure in name resolution",),
     ),
-    Fault(
+    _fatal(
         "ssl_not_available",
-        _FATAL,
         "the server does not support TLS",
         "set sslmode=disable or sslmode=prefer in the URL, or enable ssl on the server",
-        (),
-        ("server does not support ssl",),
+        words=("server does not support ssl",),
     ),
-    Fault(
+    _fatal(
         "ssl_connection_failed",
-        _FATAL,
         "the server's certificate cannot be verified",
         "check sslrootcert, and that the certificate is for the host name in the URL",
-        (),
-        (
+        words=(
             "certificate verify failed",
             "root certificate file",
             "does not match host name",
             "could not read root certificate",
         ),
     ),
-    Fault(
+    _fatal(
         "invalid_url",
-        _FATAL,
         "the URL has a parameter with an invalid value",
         "check the port, and the parameters after the question mark",
-        (),
-        (
+        words=(
             "invalid sslmode value",
             "invalid sslnegotiation value",
             "invalid channel_binding value",
@@ -404,13 +349,11 @@ FAULTS: tuple[Fault, ...] = (
             "bad value for connect_timeout",
         ),
     ),
-    Fault(
+    _retry(
         "connection_timeout",
-        _RETRY,
         "the server does not answer",
         "if this persists, check the host, the port and firewalls",
-        (),
-        (
+        words=(
             "timeout expired",
             "timed out",
             "connection timeout",
@@ -419,39 +362,30 @@ FAULTS: tuple[Fault, ...] = (
         ),
         errnos=(errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH),
     ),
-    Fault(
+    _retry(
         "connection_refused",
-        _RETRY,
         "the server's address refuses connections",
         "if this persists, check that the server runs, the host and the port",
-        (),
-        ("connection refused",),
+        words=("connection refused",),
         errnos=(errno.ECONNREFUSED,),
     ),
-    Fault(
+    _fatal(
         "pooler_without_replication",
-        _FATAL,
         "the URL leads to a pooler, which does not support replication",
         "set replication_url to the server itself; database_url may lead to the pooler",
-        ("08P01",),
-        ("unsupported startup parameter: replication", "replication connections are not"),
-        both=True,
+        general=("08P01",),
+        words=("unsupported startup parameter: replication", "replication connections are not"),
     ),
-    Fault(
+    _retry(
         "server_connection_crashed",
-        _RETRY,
         "the server, or a pooler, reported a protocol violation and ended the connection",
-        "",
-        ("08P01",),
+        states=("08P01",),
     ),
-    Fault("connection_failure", _RETRY, "the connection failed", "", ("08006", "08001", "08003")),
-    Fault(
+    _retry("connection_failure", "the connection failed", states=("08006", "08001", "08003")),
+    _retry(
         "connection_closed",
-        _RETRY,
         "the connection was closed",
-        "",
-        (),
-        (
+        words=(
             "server closed the connection",
             "connection is closed",
             "connection reset",
