@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from tests.deploy.support import served
-from tests.service.support import Running, gone, until
+from tests.service.support import Running, clean_environment, gone, until
 
 # The kernel kills the whole namespace with its first process, and that with `unshare`.
 NAMESPACE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
@@ -39,6 +42,26 @@ def _namespaces() -> None:
         pytest.skip(f"this user may not create PID namespaces: {tried.stderr.strip()}")
 
 
+@contextmanager
+def served(*arguments: str, cwd: Path) -> Iterator[Running]:
+    """Run `moored serve` as PID 1 of a namespace, until the end of the block."""
+    process: Any = subprocess.Popen(
+        [*NAMESPACE, sys.executable, "-m", "moored.cli", "serve", "--port", "0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=cwd,
+        env=clean_environment(),
+    )
+    with process:
+        try:
+            service = Running(process)
+            yield service
+        finally:
+            process.kill()
+        service.wait()
+
+
 def init_of(service: Running) -> psutil.Process:
     """Return the process that is PID 1 in its namespace."""
     return psutil.Process(service.process.pid).children()[0]
@@ -46,23 +69,23 @@ def init_of(service: Running) -> psutil.Process:
 
 def test_orphans_are_reaped_and_sigterm_stops_in_order(tmp_path: Path) -> None:
     (tmp_path / "orders.py").write_text(ORPHANS)
-    with served("orders:app", under=NAMESPACE, cwd=tmp_path) as service:
+    with served("orders:app", cwd=tmp_path) as service:
         service.wait_for(r"exit code 7 of a child of [2-9]")
         service.wait_active()
         init = init_of(service)
         until(lambda: len(init.children(recursive=True)) == 1, "only the service is left")
         init.terminate()
-        assert service.process.wait(90) == 0
+        assert service.wait() == 0
     assert service.lines[-1] == "moored: stopped"
 
 
 def test_an_embedded_server_of_a_killed_service_is_shut_down(tmp_path: Path) -> None:
-    with served("--data-dir", str(tmp_path / "data"), under=NAMESPACE) as service:
+    with served("--data-dir", str(tmp_path / "data"), cwd=tmp_path) as service:
         service.wait_active()
         init = init_of(service)
         family = init.children(recursive=True)
         init.children()[0].kill()
-        assert service.process.wait(90) == 128 + 9
+        assert service.wait() == 128 + 9
         gone(family)
     # Its guard had the time to stop it, so that it needs no crash recovery.
     assert not (tmp_path / "data" / "postmaster.pid").exists()

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.deploy.support import served
+from tests.service.support import running
 
 from moored.service._systemd import SystemdNotifier
 
@@ -41,7 +41,7 @@ def test_serve_reports_ready_health_watchdog_and_stopping(
     (tmp_path / "orders.py").write_text(ORDERS)
     environ = {"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "200000"}
     reports: list[str] = []
-    with served("orders:app", cwd=tmp_path, **environ) as service:
+    with running("orders:app", cwd=tmp_path, environ=environ) as service:
         while reports.count("WATCHDOG=1") < 2:
             reports.append(systemd.recv(4096).decode())
         service.process.send_signal(signal.SIGTERM)
