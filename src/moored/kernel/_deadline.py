@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 from ._clock import Clock
 from ._errors import DeadlineExceeded
@@ -55,13 +56,25 @@ class Deadline:
         if self.expired:
             raise DeadlineExceeded(self._words(what))
 
-    def enforce(self, what: str = "the operation") -> Enforcement:
+    @asynccontextmanager
+    async def enforce(self, what: str = "the operation") -> AsyncIterator[Deadline]:
         """Return an `async with` block that is cancelled when the deadline expires.
 
         It raises `DeadlineExceeded` only if this deadline ended the block: other timeouts and
         cancellations pass through. If the deadline has expired already, the block is not entered.
         """
-        return Enforcement(self, what)
+        self.check(what)
+        scope = asyncio.timeout(self.timeout)
+        try:
+            async with scope:
+                yield self
+        except TimeoutError as error:
+            # A TimeoutError of the block itself does not come from the scope's cancellation.
+            if not scope.expired() or not isinstance(error.__cause__, asyncio.CancelledError):
+                raise
+            # The timer may have fired a little early.
+            self._at = min(self._at, self._clock.monotonic())
+            raise DeadlineExceeded(self._words(what)) from error.__cause__
 
     def __repr__(self) -> str:
         if self._at == math.inf:
@@ -69,42 +82,9 @@ class Deadline:
         left = f"{duration(self.remaining())} left"
         return f"<Deadline of {self._given:g} s, {'expired' if self.expired else left}>"
 
-    def _end(self) -> None:
-        """Expire now: the timer of the block has fired, perhaps a little early."""
-        self._at = min(self._at, self._clock.monotonic())
-
     def _words(self, what: str) -> str:
         over = self._clock.monotonic() - self._at
         return (
             f"{what} did not end within {self._given:g} s (the deadline was {over:.3f} s ago); "
             "allow more time, or find out what took so long"
         )
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Enforcement:
-    """The block made by `Deadline.enforce`."""
-
-    _deadline: Deadline
-    _what: str
-    _scope: asyncio.Timeout | None = None
-
-    async def __aenter__(self) -> Deadline:
-        self._deadline.check(self._what)
-        self._scope = asyncio.timeout(self._deadline.timeout)
-        await self._scope.__aenter__()
-        return self._deadline
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._scope is not None
-        try:
-            await self._scope.__aexit__(kind, error, trace)
-        except TimeoutError as ended:
-            # Only the scope raises here; a TimeoutError of the block itself passes through.
-            self._deadline._end()
-            raise DeadlineExceeded(self._deadline._words(self._what)) from ended.__cause__

@@ -22,7 +22,7 @@ import asyncio
 import contextvars
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine, Iterable
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Self
@@ -132,9 +132,16 @@ class Supervisor:
 
         `start_timeout` and `shutdown` are infinite by default: its own children have their limits.
         """
+        make = partial(
+            cls,
+            children=tuple(children),
+            strategy=strategy,
+            intensity=intensity,
+            auto_shutdown=auto_shutdown,
+        )
         return Child(
             name,
-            partial(_run_nested, cls, tuple(children), strategy, intensity, auto_shutdown),
+            partial(_run_nested, make),
             restart=restart,
             significant=significant,
             start_timeout=start_timeout,
@@ -524,25 +531,9 @@ class Supervisor:
             )
 
 
-async def _run_nested(
-    kind: type[Supervisor],
-    children: tuple[Child, ...],
-    strategy: Strategy | StrategyName,
-    intensity: tuple[int, float] | None,
-    auto_shutdown: AutoShutdown | AutoShutdownName,
-    ctx: Context,
-) -> None:
+async def _run_nested(make: Callable[..., Supervisor], ctx: Context) -> None:
     """Run a supervisor as a child, until it ends."""
-    nested = kind(
-        ctx.path,
-        strategy=strategy,
-        children=children,
-        intensity=intensity,
-        auto_shutdown=auto_shutdown,
-        recorder=ctx.recorder,
-        clock=ctx.clock,
-    )
-    ctx._nested = nested
+    ctx._nested = nested = make(ctx.path, recorder=ctx.recorder, clock=ctx.clock)
     async with nested:
         ctx.started(nested)
         await nested._end()  # leaving the block raises the supervisor's error
