@@ -1,11 +1,13 @@
 """The HTTP routes. All but login and logout only read the view.
 
 ================================  =====================================================
-``GET /v1/health``                the health of the service and its parts: 200, 202 or 503; no token
+``GET /v1/health``                the health of the service and its parts: 200, 202 or 503; with
+                                  `?ready` 200 or 503; no token
 ``GET /v1/status``                the whole state
 ``GET /v1/explain/{component}``   why a component is in its present state
 ``GET /v1/events``                the state, and events as they happen (server-sent events)
 ``GET /metrics``                  Prometheus
+``GET /openapi.json``             the description of all routes, also of brokers and sessions
 ``GET /``                         the live page
 ``POST /login``, ``/logout``      a session for a browser
 ================================  =====================================================
@@ -65,6 +67,7 @@ def make_app(
             Route("/v1/explain/{component:path}", routes.explain),
             Route("/v1/events", routes.events),
             Route("/metrics", routes.metrics),
+            Route("/openapi.json", routes.openapi),
             Route("/", routes.page),
             Route("/static/{name}", routes.static),
             Route(LOGIN, routes.login, methods=["POST"]),
@@ -97,8 +100,10 @@ class _Routes:
         status = self._view.status
         # Without reasons: only callers with the token may read those.
         body = {"status": status, "parts": self._view.parts()}
-        headers = {"Cache-Control": "no-store"}
-        return JSONResponse(body, status_code=HTTP[status], headers=headers)
+        code = HTTP[status]
+        if "ready" in request.query_params and code != 200:
+            code = 503  # for probes that take 202 for success
+        return JSONResponse(body, status_code=code, headers={"Cache-Control": "no-store"})
 
     async def status(self, request: Request) -> Response:
         return _json(self._view.as_dict())
@@ -140,6 +145,9 @@ class _Routes:
     async def metrics(self, request: Request) -> Response:
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(self._registry), headers={"Content-Type": content_type})
+
+    async def openapi(self, request: Request) -> Response:
+        return asset("openapi.json") or Response(status_code=404)
 
     async def page(self, request: Request) -> Response:
         return page(logout=self._token is not None)

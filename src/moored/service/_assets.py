@@ -15,6 +15,7 @@ __all__ = ["asset", "login_page", "page"]
 _TYPES = {
     "faults.js": "text/javascript",
     "icon.svg": "image/svg+xml",
+    "openapi.json": "application/json",
     "page.css": "text/css",
     "page.js": "text/javascript",
     "systems.js": "text/javascript",
