@@ -18,6 +18,7 @@ from ._loop_end import unless_loop_ends
 from ._ownership import Reason, adopt, reason_of
 from ._recorder import Event
 from ._rules import Restart, wants_restart
+from ._secrets import SECRETS
 from ._tree import Tree
 from ._words import describe
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = ["ChildRunner"]
 
 log = logging.getLogger("moored.supervisor")
+log.addFilter(SECRETS.hide_in_traceback)
 
 # Tasks that did not end when cancelled, referenced until they end: the loop holds them weakly.
 _abandoned: set[asyncio.Task[None]] = set()

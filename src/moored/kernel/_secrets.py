@@ -9,8 +9,10 @@ remove the known values, in all their encodings, from the texts of others.
 from __future__ import annotations
 
 import json
+import logging
 import re
 import threading
+import traceback
 from collections.abc import Iterable, Iterator
 from urllib.parse import quote, unquote
 
@@ -91,6 +93,13 @@ class Secrets:
             else:
                 text = text.replace(form, HIDDEN)
         return text
+
+    def hide_in_traceback(self, record: logging.LogRecord) -> bool:
+        """Format the traceback of a log record without secrets: a filter for a logger."""
+        if record.exc_info and record.exc_info[1] is not None:
+            lines = traceback.format_exception(record.exc_info[1])
+            record.exc_text = self.hide("".join(lines)).rstrip()
+        return True
 
     def clear(self) -> None:
         """Remove all values, for example between two tests."""
