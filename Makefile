@@ -46,8 +46,8 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
-	$(say) "installing moored with its service and the embedded PostgreSQL"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded]'
+	$(say) "installing moored with its service, the embedded PostgreSQL and gRPC"
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,grpc]'
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
@@ -55,10 +55,10 @@ $(VENV)/.dev: $(VENV)/.run requirements-dev.txt
 	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,redis,dynamodb,sqlalchemy,asyncpg,aws,grpc,milvus,encryption,jwt]' -r requirements-dev.txt
 	@touch $@
 
-run: $(VENV)/.run ## Start the service with an embedded PostgreSQL on 127.0.0.1:8089 (or PORT=…)
-	$(say) "starting moored (Ctrl-C stops it)"
+run: $(VENV)/.run ## Start the demo on 127.0.0.1:8089 (or PORT=…): a whole service, and a page to break it
+	$(say) "starting the demo (Ctrl-C stops it)"
 	@# In a terminal, Ctrl-C must reach only the service: make would exit first.
-	@if [ -t 0 ]; then set -m; $(BIN)/moored serve --port $(PORT); else exec $(BIN)/moored serve --port $(PORT); fi
+	@if [ -t 0 ]; then set -m; $(BIN)/moored serve --demo --port $(PORT); else exec $(BIN)/moored serve --demo --port $(PORT); fi
 
 servers: ## Install the real servers that the tests use (needs root and apt)
 	@$(PYTHON) tools/servers.py install

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import time
+from base64 import b64decode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -91,6 +92,20 @@ class Page:
         while not self._holds(expression):
             assert time.monotonic() < deadline, f"never: {expression}; the page:\n{self.text()}"
             time.sleep(0.1)
+
+    def resize(self, width: int, height: int = 1000) -> None:
+        """Set the size of the window."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        self.command("Emulation.setDeviceMetricsOverride", **size)
+
+    def prefer(self, scheme: str) -> None:
+        """Set the preferred colours: light or dark."""
+        features = [{"name": "prefers-color-scheme", "value": scheme}]
+        self.command("Emulation.setEmulatedMedia", features=features)
+
+    def picture(self, path: Path) -> None:
+        """Write a picture of the window, as PNG."""
+        path.write_bytes(b64decode(self.command("Page.captureScreenshot")["data"]))
 
     def _holds(self, expression: str) -> bool:
         # During a navigation there may be no element, or no page.

@@ -130,8 +130,7 @@ def test_names_and_causes_are_text_and_never_markup(service: Running, page: Page
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_the_page_is_readable_in_light_and_dark(service: Running, page: Page, scheme: str) -> None:
-    features = [{"name": "prefers-color-scheme", "value": scheme}]
-    page.command("Emulation.setEmulatedMedia", features=features)
+    page.prefer(scheme)
     page.open(service.url)
     page.until(f"{STATUS} === 'active'")
     contrasts = page.evaluate(CONTRASTS)

@@ -15,7 +15,7 @@ import psycopg
 from moored.app import App
 from moored.kernel import Backoff, counted
 from moored.reservoir import AsyncConnectionPool
-from moored.service import Config, ServiceError, is_loopback
+from moored.service import Config, ConfigError, is_loopback
 from moored.testing.demo import DemoServer as ChatServer
 
 from ._faults import Fault, Faults
@@ -39,8 +39,8 @@ NO_GRPC = "no gRPC channel in this demo, because grpcio is missing: pip install 
 def run_demo(config: Config) -> int:
     """Run the demo until a signal stops it; returns the exit code."""
     if not is_loopback(config.host):
-        raise ServiceError(
-            f"the demo listens on a loopback address only, because anyone who reaches it may break "
+        raise ConfigError(
+            "the demo listens on a loopback address only, because anyone who reaches it may break "
             f"it: leave out --host {config.host}"
         )
     if config.sources.get("log_level", "default") == "default":

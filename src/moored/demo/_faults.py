@@ -147,8 +147,7 @@ class Faults:
     def _notice(self, fault: Fault) -> tuple[str, float] | None:
         """Return the first sign of the fault, and when it was seen."""
         if (event := self._failure) is not None:
-            why = event.because[0] if event.because else event.text
-            return f"{event.component}: {why}", event.at
+            return (event.because[0] if event.because else event.text), event.at
         now = self._wiring.clock.monotonic()
         if text := fault.noticed():
             return text, now

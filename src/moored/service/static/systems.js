@@ -17,7 +17,7 @@ function breakable(element, path) {
   return element;
 }
 
-// At most two lines; the whole text as a tooltip.
+// At most three lines; the whole text as a tooltip.
 function short(text) {
   const element = breakable(make("p", "detail short"), text);
   element.title = text;

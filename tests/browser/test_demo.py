@@ -1,0 +1,154 @@
+"""The demo in a real browser: every panel is alive, and every button is recovered from.
+
+Pictures of the page are written to the directory that MOORED_PICTURES names, if it is set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+
+import httpx
+import pytest
+from tests.browser.chromium import Browser, Page
+from tests.service.support import LIMIT, Running, gone, running
+
+#: The parts that the page shows, and a text that only moves while the part works.
+PARTS = {
+    "server": "PostgreSQL",
+    "db": "in use",
+    "postgres": "streaming",
+    "live": "2 streams",
+    "grpc-server": "pid",
+    "grpc": "connected to",
+    "chat": "20 online",
+    "search": "acknowledged",
+    "load": "changes",
+}
+#: The buttons, and a part of what the page says about how the fault was noticed.
+FAULTS = {
+    "kill-backends": "terminat|discarded",
+    "restart-postgres": "server|connection",
+    "black-hole": "listener|silent|did not arrive|no answer",
+    "expire-pool": "the pool has discarded",
+    "kill-grpc": "SIGKILL|connect",
+    "cut-sessions": "20 sessions not online",
+    "take-over": "1 session not online",
+}
+AXE = files("axe_core_python").joinpath("axe.min.js")
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A running demo, which must leave no process and no file."""
+    scratch = tmp_path_factory.mktemp("demo")
+    with running("--demo", environ={"TMPDIR": str(scratch)}) as started:
+        started.wait_active()
+        family = started.family()
+        yield started
+        assert started.stop() == 0, started.lines
+    gone(family)
+    assert list(scratch.glob("moored-demo-*")) == []
+
+
+@pytest.fixture(scope="module")
+def shown(demo: Running, chromium: Browser) -> Iterator[Page]:
+    """The page of the demo, which must not complain."""
+    with chromium.page() as page:
+        page.open(demo.url)
+        page.until("document.querySelector('#status')?.textContent === 'active'")
+        yield page
+        assert page.complaints == []
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The directory for pictures of the page."""
+    chosen = os.environ.get("MOORED_PICTURES")
+    directory = Path(chosen) if chosen else tmp_path_factory.mktemp("pictures")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def test_every_panel_is_alive_at_any_width_and_accessible(shown: Page, pictures: Path) -> None:
+    for part, text in PARTS.items():
+        card = f"document.querySelector('[data-part=\"{part}\"]').innerText"
+        page_shows = f"{card}.includes('active') && {card}.includes({json.dumps(text)})"
+        shown.until(page_shows)
+    moving = "[...document.querySelectorAll('[data-part=load] .line .detail')]"
+    shown.until(f"{moving}.length === 6 && {moving}.every(rate => parseFloat(rate.innerText) > 0)")
+    assert shown.text("#sentence").startswith("Everything works: 11 parts, for ")
+    shown.evaluate(AXE.read_text())
+    for scheme in ("light", "dark"):
+        shown.prefer(scheme)
+        for width in (400, 1600):
+            shown.resize(width)
+            assert shown.evaluate("document.documentElement.scrollWidth") <= width
+            buttons = "[...document.querySelectorAll('button.break')]"
+            box = "button.getBoundingClientRect()"
+            reach = f"{buttons}.every(button => {box}.left >= 0 && {box}.right <= {width})"
+            assert shown.evaluate(reach), width
+            shown.picture(pictures / f"page-{scheme}-{width}.png")
+            assert _violations(shown) == [], (scheme, width)
+
+
+def test_every_button_breaks_something_that_recovers(
+    demo: Running, shown: Page, pictures: Path
+) -> None:
+    shown.resize(1280)
+    buttons = "[...document.querySelectorAll('[data-fault]')].map(row => row.dataset.fault)"
+    assert shown.evaluate(buttons) == list(FAULTS)
+    for fault, noticed in FAULTS.items():
+        row = f'[data-fault="{fault}"]'
+        shown.evaluate(f"document.querySelector('{row} button').click()")
+        badge = f"document.querySelector('{row} .badge')?.textContent"
+        shown.until(f"{badge} === 'healthy' || {badge} === 'failed'")
+        text = shown.text(f"{row} .recovery")
+        healthy = re.search(r"after (\d+\.\d\d) s\n[\s\S]*noticed after (\d+\.\d\d) s: (.*)", text)
+        assert healthy is not None, (fault, text)
+        assert float(healthy[1]) >= float(healthy[2]), text
+        assert re.search(noticed, healthy[3]), text
+        assert "cost: " in text
+        # The times are those of the service, not of the page.
+        status = demo.get("/v1/status").json()
+        measured = next(r for r in status["faults"]["recoveries"] if r["fault"] == fault)
+        assert healthy[1] == f"{measured['healthy_after']:.2f}"
+        assert f"after {healthy[1]} s" in shown.text("#faults-said")
+    incidents = shown.text("#outages")
+    assert "recovered" in incidents
+    # The cause of the outage of all parts is the end of the server, whichever noticed it first.
+    assert "because demo/server/run: the server ended by itself" in incidents
+    shown.picture(pictures / "page-after-faults.png")
+
+
+def test_the_routes_of_the_buttons_refuse_other_sites(demo: Running) -> None:
+    route = f"{demo.url}/v1/break/expire-pool"
+
+    def press(url: str = route, **headers: str) -> int:
+        return httpx.post(url, headers=headers, timeout=LIMIT, trust_env=False).status_code
+
+    assert press(origin="https://elsewhere.example") == 403
+    assert press(origin="null") == 403
+    assert press(host="elsewhere.example") == 421
+    assert press(f"{demo.url}/v1/break/nothing") == 404
+    assert demo.get("/v1/break/expire-pool").status_code == 405
+    deadline = time.monotonic() + LIMIT
+    while press(origin=demo.url) != 202:  # the recovery from another button may be measured now
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _violations(page: Page) -> list[str]:
+    """Return what axe-core judges to be serious or critical."""
+    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    assert "color-contrast" in {each["id"] for each in found["passes"] + found["violations"]}
+    return [
+        f"{each['id']}: {each['nodes'][0]['html']}"
+        for each in found["violations"]
+        if each["impact"] in ("serious", "critical")
+    ]
