@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
-from tests.initdb_once import initdb_once
+from tests.initdb_once import initdb_once, pytest_configure, pytest_unconfigure
 from tests.servers import empty_database
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import SECRETS
 from moored.testing import scaled
+
+__all__ = ["pytest_configure", "pytest_unconfigure"]
 
 # A background job of a script ignores SIGINT, a job under nohup ignores SIGHUP, and child processes
 # inherit that; tests that send these signals need the handlers of a terminal.

@@ -2,11 +2,12 @@
 
 A run of `initdb` takes most of a second of CPU time, a copy a tenth, and the tests start about a
 hundred servers. The copies share one password and one system identifier, except a server that is
-created again in the same directory.
+created again in the same directory by the same process.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import tempfile
@@ -20,19 +21,37 @@ import pytest
 from moored.embedded import _cluster
 from moored.embedded._cluster import Cluster
 
-__all__ = ["initdb_once"]
+__all__ = ["initdb_once", "pytest_configure", "pytest_unconfigure"]
 
-#: Run `initdb`, and keep a copy of its result for later servers.
-_KEEP = 'kept=$1; data=$2; shift 2; "$@" && cp -a "$data/." "$kept.new" && mv "$kept.new" "$kept"'
+#: Run `initdb`, and keep a copy of its result for later servers, unless another process was faster.
+_KEEP = """
+kept=$1; data=$2; shift 2
+"$@" && cp -a "$data/." "$kept.$$" && { mv -T "$kept.$$" "$kept" || rm -rf "$kept.$$"; }
+"""
+
+
+#: The variable with the folder of the results, which all processes of the tests share.
+_FOLDER = "INITDB_ONCE"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Create the folder, before the first worker is started."""
+    if not hasattr(config, "workerinput"):
+        os.environ[_FOLDER] = tempfile.mkdtemp(prefix="moored-initdb-")
+        Path(os.environ[_FOLDER]).chmod(0o711)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Remove the folder, after the last worker has ended."""
+    if not hasattr(config, "workerinput"):
+        shutil.rmtree(os.environ.pop(_FOLDER), ignore_errors=True)
 
 
 @contextmanager
 def initdb_once() -> Iterator[None]:
-    """Let the servers of this process share the results of `initdb`."""
+    """Let the servers of this process use the results of the others."""
+    folder = Path(os.environ[_FOLDER])
     real = Cluster.initdb
-    folder = Path(tempfile.mkdtemp(prefix="moored-initdb-"))
-    folder.chmod(0o711)
-    kinds: dict[tuple[object, ...], Path] = {}
     made: set[Path] = set()
 
     def quick(cluster: Cluster, data: Path) -> list[str]:
@@ -44,12 +63,11 @@ def initdb_once() -> Iterator[None]:
         place = next(
             option.partition("=")[2] for option in command if option.startswith("--pgdata")
         )
-        kind = (cluster.account.uid, cluster.options.password, *options)
-        if kind not in kinds:
-            kinds[kind] = folder / str(len(kinds))
-            kinds[kind].mkdir()
-            os.chown(kinds[kind], cluster.account.uid, cluster.account.gid)
-        kept = kinds[kind] / "data"
+        kind = repr((cluster.account.uid, cluster.options.password, *options))
+        kind_folder = folder / hashlib.sha256(kind.encode()).hexdigest()[:16]
+        kind_folder.mkdir(exist_ok=True)
+        os.chown(kind_folder, cluster.account.uid, cluster.account.gid)
+        kept = kind_folder / "data"
         if kept.exists():
             return ["/bin/cp", "-a", f"{kept}/.", place]
         return ["/bin/sh", "-c", _KEEP, "sh", str(kept), place, *command]
@@ -58,7 +76,4 @@ def initdb_once() -> Iterator[None]:
         patch.setattr(Cluster, "initdb", quick)
         one_password = SimpleNamespace(token_urlsafe=lambda nbytes: "initdb-once")
         patch.setattr(_cluster, "secrets", one_password)
-        try:
-            yield
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        yield

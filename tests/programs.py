@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Self
 
+from tests.initdb_once import initdb_once
+
 __all__ = ["Program", "run_program"]
 
 #: Modules that the programs import. None of them starts a thread or opens a connection.
@@ -34,6 +36,7 @@ _PRELOAD = [
     "moored.sessions",
     "moored.sessions.mqtt",
     "moored.testing",
+    "tests.initdb_once",
 ]
 
 _forks = multiprocessing.get_context("forkserver")
@@ -150,18 +153,20 @@ def _main(
         os.dup2(pipe.fileno(), number)
         pipe.close()
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
-    if environ is not None:
-        os.environ.clear()
-        os.environ.update(environ)
-    if cwd is not None:
-        os.chdir(cwd)
-    if descriptors is not None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
     warnings.simplefilter("error")
-    sys.argv = [module, *arguments]
-    if module.endswith(".py"):
-        sys.path.insert(0, str(Path(module).parent))
-        runpy.run_path(module, run_name="__main__")
-    else:
-        sys.path.insert(0, str(Path.cwd()))
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    multiprocessing.current_process().daemon = False  # it may have children of its own
+    with initdb_once():
+        if environ is not None:
+            os.environ.clear()
+            os.environ.update(environ)
+        if cwd is not None:
+            os.chdir(cwd)
+        if descriptors is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+        sys.argv = [module, *arguments]
+        if module.endswith(".py"):
+            sys.path.insert(0, str(Path(module).parent))
+            runpy.run_path(module, run_name="__main__")
+        else:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import run_program
 
 from moored.testing import scaled
 
@@ -51,18 +50,10 @@ def test_every_example_is_run_by_a_test() -> None:
 def test_an_example_prints_its_expected_output(example: Path) -> None:
     seeds = scaled(2000, least=100)
     promised = [line.replace("2,000", f"{seeds:,}") for line in expected(example)]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", str(example)],
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        cwd=ROOT,
-        # Without MOORED_SEED, so that simulations run their default schedules.
-        env={
-            **{name: value for name, value in os.environ.items() if name != "MOORED_SEED"},
-            "MOORED_SIM_SEEDS": str(seeds),
-        },
-    )
+    # Without MOORED_SEED, so that simulations run their default schedules.
+    environ = {name: value for name, value in os.environ.items() if name != "MOORED_SEED"}
+    environ["MOORED_SIM_SEEDS"] = str(seeds)
+    done = run_program(str(example), timeout=SECONDS, cwd=ROOT, environ=environ)
     assert (done.returncode, done.stderr) == (0, "")
     printed = done.stdout.rstrip("\n").splitlines()
     assert len(printed) == len(promised), done.stdout

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from pathlib import Path
 
 import pytest
+from tests.programs import Program
 
 from moored.postgres.outbox import Outbox
 from moored.testing import base_seed, scaled
@@ -39,21 +39,19 @@ async def test_a_killed_consumer_misses_nothing(
                 await asyncio.sleep(0.02)
 
     for number in range(kills + 1):
-        process = await asyncio.create_subprocess_exec(sys.executable, str(_PROGRAM), url, way)
-        try:
-            before = await effects()
-            for payload in expected[100 * number : 100 * number + 100]:
-                await outbox.publish(sql, "orders", payload)
-            if number == kills:
-                await at_least(len(expected))
-            else:
-                await at_least(before + 20)
-                await asyncio.sleep(chance.uniform(0, 0.05))
-            assert process.returncode is None, "the program has failed"
-        finally:
-            if process.returncode is None:
-                process.kill()
-            await process.wait()
+        with Program(str(_PROGRAM), url, way) as program:
+            try:
+                before = await effects()
+                for payload in expected[100 * number : 100 * number + 100]:
+                    await outbox.publish(sql, "orders", payload)
+                if number == kills:
+                    await at_least(len(expected))
+                else:
+                    await at_least(before + 20)
+                    await asyncio.sleep(chance.uniform(0, 0.05))
+                assert program.returncode is None, "the program has failed"
+            finally:
+                program.kill()
     rows = await (await sql.execute("select payload from effects order by ctid")).fetchall()
     found = [payload for (payload,) in rows]
     assert list(dict.fromkeys(found)) == expected, "in order"

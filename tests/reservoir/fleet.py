@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import psycopg
+from tests.programs import Program
 
 __all__ = ["Census", "Fleet"]
 
@@ -79,7 +78,7 @@ class Fleet:
 
     def __init__(self, orders: dict[str, dict[str, Any]]) -> None:
         self._orders = orders
-        self._process: subprocess.Popen[str] | None = None
+        self._process: Program | None = None
         self._pids: dict[str, int] = {}
 
     def kill(self, name: str) -> None:
@@ -87,21 +86,14 @@ class Fleet:
         os.kill(self._pids[name], signal.SIGKILL)
 
     def __enter__(self) -> Self:
-        self._process = subprocess.Popen(
-            [
-                *(sys.executable, str(Path(__file__).with_name("service.py"))),
-                json.dumps(list(self._orders.values())),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert self._process.stdout is not None
+        orders = json.dumps(list(self._orders.values()))
+        self._process = Program(str(Path(__file__).with_name("service.py")), orders)
         pids = json.loads(self._process.stdout.readline())
         self._pids = dict(zip(self._orders, pids, strict=True))
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._process is not None
-        self._process.communicate()
+        with self._process as program:
+            program.stdin.close()
+            program.stdout.read()
