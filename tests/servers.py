@@ -23,7 +23,7 @@ _numbers = itertools.count(1)
 
 def free_port() -> int:
     """Return a free port outside the range of outgoing connections."""
-    return choose_port("127.0.0.1")
+    return choose_port()
 
 
 def give(directory: Path, like: Path) -> None:
