@@ -107,9 +107,9 @@ async def test_a_local_log_can_replace_the_hub(
         """Run one connection until so many transactions were received and confirmed."""
         ready = asyncio.Event()
         client = ReplicationClient(
-            conninfo,
-            options,
-            log,
+            conninfo=conninfo,
+            settings=options,
+            hub=log,
             clock=Clock.current(),
             report=lambda step: ready.set() if step is Step.READY_TO_STREAM else None,
             first_message=lambda: None,

@@ -16,14 +16,6 @@ from __future__ import annotations
 
 from moored.kernel import MooredError
 
-__all__ = [
-    "ConfigurationError",
-    "DecodeError",
-    "PostgresError",
-    "StateError",
-    "StreamEnded",
-]
-
 
 class PostgresError(MooredError):
     """The base class of the errors of `moored.postgres`."""

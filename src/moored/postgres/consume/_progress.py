@@ -81,6 +81,3 @@ class Progress:
     def outstanding(self) -> int:
         """The number of delivered and unacknowledged transactions."""
         return len(self._open)
-
-    def __repr__(self) -> str:
-        return f"<Progress: {self.outstanding} outstanding>"

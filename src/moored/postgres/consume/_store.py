@@ -91,7 +91,7 @@ class StateStore:
 
     def history(self) -> History | None:
         """Return the database and timeline that the stored positions belong to."""
-        text = self._fact("history")
+        text = self.fact("history")
         if text is None:
             return None
         system_id, _, timeline_id = text.partition("/")
@@ -99,12 +99,12 @@ class StateStore:
 
     def confirmed(self) -> Lsn | None:
         """Return the highest LSN that was, or may have been, confirmed to the server."""
-        text = self._fact("told")
+        text = self.fact("told")
         return None if text is None else Lsn.parse(text)
 
     def last(self) -> CommitMark:
         """Return the last received commit; `NO_COMMIT` if unknown."""
-        text = self._fact("last")
+        text = self.fact("last")
         return NO_COMMIT if text is None else CommitMark.parse(text)
 
     def resets(self) -> Resets:
@@ -195,7 +195,7 @@ class StateStore:
 
     def added(self) -> set[int]:
         """Return the entries of the publication that this stream has added, by their oids."""
-        return set(json.loads(self._fact("added") or "[]"))
+        return set(json.loads(self.fact("added") or "[]"))
 
     def set_added(self, entries: Collection[int]) -> None:
         """Store the entries of the publication that this stream has added."""
@@ -209,7 +209,7 @@ class StateStore:
 
     def given_up(self) -> str | None:
         """Return why the slot was given up; None if it was not, or the reset is complete."""
-        return self._fact("given_up")
+        return self.fact("given_up")
 
     def set_history(self, history: History, confirmed: Lsn | None = None) -> None:
         """Store the history that the positions belong to: the last step of a reset.
@@ -224,8 +224,9 @@ class StateStore:
                 self._set("told", str(confirmed))
 
     def fact(self, name: str) -> str | None:
-        """Return a value that `set_fact` has stored under a name; None if there is none."""
-        return self._fact(name)
+        """Return the value under a name; None if there is none."""
+        with self._used():
+            return self._value(name)
 
     def set_fact(self, name: str, value: str | None) -> None:
         """Store a value under a name that has a space, or remove it."""
@@ -289,10 +290,6 @@ class StateStore:
         times, _, reason = (self._value("resets") or "0 ").partition(" ")
         return Resets(int(times), reason)
 
-    def _fact(self, name: str) -> str | None:
-        with self._used():
-            return self._value(name)
-
     def _value(self, name: str) -> str | None:
         found = self._database.execute("select value from facts where name = ?", (name,))
         row = found.fetchone()
@@ -304,9 +301,6 @@ class StateStore:
             "on conflict (name) do update set value = excluded.value",
             (name, value),
         )
-
-    def __repr__(self) -> str:
-        return f"<StateStore {self.path}>"
 
 
 def _make_private(path: Path) -> None:

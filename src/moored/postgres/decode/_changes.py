@@ -42,8 +42,9 @@ class _OfTable:
         raise NotImplementedError
 
     def __eq__(self, other: object) -> bool:
-        same = isinstance(other, _OfTable) and type(other) is type(self)
-        return same and self._compared() == other._compared()
+        if not isinstance(other, _OfTable) or type(other) is not type(self):
+            return NotImplemented
+        return self._compared() == other._compared()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.relation.qualified}>"

@@ -158,9 +158,6 @@ class Types:
         own = self._own.get(oid)
         return text_check_of(oid, own.delimiter if own is not None and own.kind == "a" else None)
 
-    def __repr__(self) -> str:
-        return f"<Types: {len(self._own)} that are not built in>"
-
 
 @cache
 def _composite(own: OwnType) -> CompositeInfo:

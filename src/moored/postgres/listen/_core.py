@@ -20,13 +20,16 @@ series when it is lost. Invariants:
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from moored.kernel import Backoff, BackoffExhausted, Chart, Clock, Generation, Machine, duration
 
 from ._events import Gap, Notification
 
-__all__ = ["CHART", "ChannelChange", "ListenerCore", "Subscriber", "new_backoff"]
+if TYPE_CHECKING:
+    from ._subscription import Subscription
+
+__all__ = ["CHART", "ChannelChange", "ListenerCore", "new_backoff"]
 
 #: The delays between the attempts of a series, and after a series.
 FIRST, LONGEST, SERIES, PAUSE = 0.5, 4.0, 5, 8.0
@@ -59,21 +62,6 @@ CHART = Chart(
         "off": "off",
     },
 )
-
-
-class Subscriber(Protocol):
-    """A subscription, as the core knows it."""
-
-    channels: frozenset[str]
-    gap: Gap | None
-    #: Notifications that were dropped because the buffer was full.
-    dropped: int
-
-    def offer(self, event: Notification | Gap, clock: Clock) -> None:
-        """Append an event, without waiting."""
-
-    def end(self, error: Exception | None = None) -> None:
-        """End the stream of events."""
 
 
 class ChannelChange(NamedTuple):
@@ -114,8 +102,8 @@ class ListenerCore:
         self._backoff = new_backoff(clock)
         self._always = frozenset(always)
         self._listened: set[str] = set()
-        self._subscribers: dict[str, dict[Subscriber, None]] = {}
-        self._all: dict[Subscriber, None] = {}
+        self._subscribers: dict[str, dict[Subscription, None]] = {}
+        self._all: dict[Subscription, None] = {}
 
     # -- the connection ------------------------------------------------------------------------
 
@@ -189,7 +177,7 @@ class ListenerCore:
 
     # -- channels ------------------------------------------------------------------------------
 
-    def add(self, subscriber: Subscriber) -> None:
+    def add(self, subscriber: Subscription) -> None:
         """Add a subscriber; while the listener is not up, its stream begins with a `Gap`."""
         self._all[subscriber] = None
         self._index(subscriber, subscriber.channels)
@@ -197,13 +185,13 @@ class ListenerCore:
             reason = self.failure or "the listener was not connected yet"
             subscriber.gap = Gap(self._clock.wall(), reason)
 
-    def remove(self, subscriber: Subscriber) -> None:
+    def remove(self, subscriber: Subscription) -> None:
         """Remove a subscriber; harmless if it was removed before."""
         if self._all.pop(subscriber, self) is None:
             self._dropped_before += subscriber.dropped
             self._unindex(subscriber, subscriber.channels)
 
-    def change(self, subscriber: Subscriber, channels: frozenset[str]) -> None:
+    def change(self, subscriber: Subscription, channels: frozenset[str]) -> None:
         """Replace the channels of a subscriber."""
         before, subscriber.channels = subscriber.channels, channels
         if subscriber in self._all:
@@ -211,11 +199,11 @@ class ListenerCore:
             self._unindex(subscriber, before - channels)
             self._report_gaps()
 
-    def _index(self, subscriber: Subscriber, channels: frozenset[str]) -> None:
+    def _index(self, subscriber: Subscription, channels: frozenset[str]) -> None:
         for channel in sorted(channels):
             self._subscribers.setdefault(channel, {})[subscriber] = None
 
-    def _unindex(self, subscriber: Subscriber, channels: frozenset[str]) -> None:
+    def _unindex(self, subscriber: Subscription, channels: frozenset[str]) -> None:
         for channel in channels:
             del self._subscribers[channel][subscriber]
             if not self._subscribers[channel]:
@@ -227,7 +215,7 @@ class ListenerCore:
         return sorted(self._subscribers)
 
     @property
-    def subscribers(self) -> list[Subscriber]:
+    def subscribers(self) -> list[Subscription]:
         """The subscribers, the oldest first."""
         return list(self._all)
 

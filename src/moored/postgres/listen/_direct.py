@@ -9,7 +9,6 @@ would fill the notification queue of the whole cluster.
 from __future__ import annotations
 
 import asyncio
-import select
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ import psycopg
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from ..server import connect
+from ..server import connect, has_input
 from ._events import Notification
 
 __all__ = ["SILENCE", "DirectConnection", "direct_conninfo", "open_direct"]
@@ -157,9 +156,7 @@ class PsycopgConnection(DirectConnection):
             self._loop.remove_writer(self._socket)
 
     def _read_late(self) -> None:
-        ready = select.poll()
-        ready.register(self._socket, select.POLLIN)
-        if ready.poll(0):
+        if has_input(self._socket):
             self._read()
 
     def _read(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import psycopg
 
@@ -11,13 +11,6 @@ from moored.reservoir import AsyncConnectionPool
 from ..server import connect, pool_by
 
 __all__ = ["PooledPath", "notify_by", "statement"]
-
-
-class PoolOfPsycopg(Protocol):
-    """A pool of psycopg or asyncpg connections: ours, psycopg_pool's, or a `Postgres`."""
-
-    def connection(self, timeout: float = ...) -> Any:
-        """Check out a connection: `async with`."""
 
 
 class PooledPath:
@@ -46,11 +39,9 @@ class PooledPath:
 
     async def notify(self, channel: str, payload: str, timeout: float = 30.0) -> None:
         """Send a notification in a transaction of its own; `timeout` limits the checkout."""
-        if hasattr(self._through, "connection"):
-            checkout = cast(PoolOfPsycopg, self._through).connection(timeout=timeout)
-        else:
-            checkout = self._through.acquire(timeout=timeout)
-        async with checkout as conn:
+        asyncpg = not hasattr(self._through, "connection")
+        check_out = self._through.acquire if asyncpg else self._through.connection
+        async with check_out(timeout=timeout) as conn:
             await _execute(conn, statement(channel, payload))
 
 

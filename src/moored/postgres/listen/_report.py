@@ -8,7 +8,7 @@ from typing import Any
 
 from moored.kernel import Clock, StatusMonitor, counted, duration
 
-from ..report import Health
+from ..report import Health, explained
 from ._core import CHART, ListenerCore
 
 __all__ = ["ListenerFigures", "explain", "report"]
@@ -83,10 +83,8 @@ def report(
 
 def explain(now: Mapping[str, Any]) -> str:
     """Return a report as text: the state, the reasons, and what follows from them."""
-    lines = [f"{now['health']}: {now['doing']} for {duration(now['for'])}"]
-    lines += [f"  because  {each}" for each in _reasons(now)]
-    lines.append(f"  so       {_consequence(now)}")
-    return "\n".join(lines)
+    head = f"{now['health']}: {now['doing']} for {duration(now['for'])}"
+    return explained(head, _reasons(now), _consequence(now))
 
 
 def _reasons(now: Mapping[str, Any]) -> list[str]:

@@ -191,9 +191,11 @@ class Manager:
         if self.client is not None and not self.client.dialled:
             self._stack.resolver.forget()  # the known route may have stopped working
         self.client = ReplicationClient(
-            lambda: self._stack.resolver.conninfo(settings.replication_url),
-            replace(settings, recreate_slot=settings.recreate_slot and not self._core.configured),
-            self._hub,
+            conninfo=lambda: self._stack.resolver.conninfo(settings.replication_url),
+            settings=replace(
+                settings, recreate_slot=settings.recreate_slot and not self._core.configured
+            ),
+            hub=self._hub,
             clock=self._clock,
             report=lambda step: post(lambda: self._core.client_at(step)),
             first_message=lambda: post(self._core.first_message),
@@ -210,10 +212,10 @@ class Manager:
 
     async def _start_pools(self) -> None:
         settings = self._settings
-        sizes = pool_sizes(settings.pool_size)
+        admin, snapshot = pool_sizes(settings.pool_size)
         for role, url, size in (
-            (Role.ADMIN, settings.replication_url, sizes.admin),
-            (Role.SNAPSHOT, settings.database_url, sizes.snapshot),
+            (Role.ADMIN, settings.replication_url, admin),
+            (Role.SNAPSHOT, settings.database_url, snapshot),
         ):
             await self._parts.stop(role.value)
             post = self._parts.replace(role.value)

@@ -118,9 +118,6 @@ class Parts:
         """Stop every child."""
         await asyncio.gather(*map(self.stop, self._generations))
 
-    def __repr__(self) -> str:
-        return f"<Parts of {self._supervisor!r}>"
-
 
 def _first(error: Exception) -> BaseException:
     """Return the first error of a group of tasks."""

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from enum import Enum
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import psycopg
 
@@ -18,7 +18,7 @@ from ._manager_core import Role
 from ._parts import PostedEvent
 from ._stack import Stack
 
-__all__ = ["ManagedPool", "PoolSizes", "PoolStatus", "pool_sizes"]
+__all__ = ["ManagedPool", "PoolStatus", "pool_sizes"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -27,17 +27,10 @@ MAX_ADMIN = 4
 GRACE = 1.0
 
 
-class PoolSizes(NamedTuple):
-    """The number of connections of each pool."""
-
-    admin: int
-    snapshot: int
-
-
-def pool_sizes(total: int) -> PoolSizes:
+def pool_sizes(total: int) -> tuple[int, int]:
     """Split `pool_size`: a quarter for administration, 1 to 4, and the rest for callers."""
     admin = min(max(total // 4, 1), MAX_ADMIN)
-    return PoolSizes(admin, max(total - admin, admin))
+    return admin, max(total - admin, admin)
 
 
 class PoolStatus(Enum):

@@ -26,6 +26,7 @@ from moored.kernel import (
 
 from .._errors import PostgresError
 from ..consume import Reset
+from ..report import explained
 from ..server import pool_by
 from . import _ddl
 from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer
@@ -398,8 +399,7 @@ class Outbox:
         if found is not None and found.held_back is not None:
             because.append(f"delivery is held back: {found.held_back}")
             so = "end that transaction: commit it, or terminate its backend"
-        lines = [f"  because  {each}" for each in because]
-        return "\n".join([f"{self.schema}: {head}", *lines, f"  so       {so}"])
+        return explained(f"{self.schema}: {head}", because, so)
 
     @property
     def is_open(self) -> bool:

@@ -1,7 +1,7 @@
 """Health, phases, events and outages, as data and as text."""
 
 from ._events import StackEvent, StackEvents
-from ._explain import explain, lock_words
+from ._explain import explain, explained, lock_words
 from ._health import CONDITIONS, ConnectionState, Health, Persistent, Status, status_of, with_health
 from ._outages import Outages
 from ._phases import CHART, CLIENT, POOL, RUNNING, STREAM, WORDS
@@ -23,6 +23,7 @@ __all__ = [
     "StackEvents",
     "Status",
     "explain",
+    "explained",
     "lock_words",
     "report",
     "status_of",

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from moored.kernel import counted, duration
@@ -19,7 +19,7 @@ from moored.kernel import counted, duration
 from ._health import Health
 from ._phases import CLIENT, POOL, RUNNING, STREAM, WORDS
 
-__all__ = ["EXPLAINED", "explain", "lock_words"]
+__all__ = ["EXPLAINED", "explain", "explained", "lock_words"]
 
 Report = Mapping[str, Any]
 
@@ -33,12 +33,16 @@ class Words(NamedTuple):
 
 def explain(now: Report) -> str:
     """Return a report as the text of `moored explain`."""
+    head = f"{now['health']}: {WORDS[now['step']]} for {duration(now['for'])}"
     words = _words(now)
-    lines = [f"{now['health']}: {WORDS[now['step']]} for {duration(now['for'])}"]
-    lines += [f"  because  {each}" for each in words.because]
-    lines += [f"  before   {each}" for each in _outage_before(now)]
-    lines.append(f"  so       {words.so}")
-    return "\n".join(lines)
+    return explained(head, words.because, words.so, _outage_before(now))
+
+
+def explained(head: str, because: Sequence[str], so: str, before: Sequence[str] = ()) -> str:
+    """Return the lines of an explanation: the state, its reasons, and what follows from them."""
+    reasons = [f"  because  {each}" for each in because]
+    reasons += [f"  before   {each}" for each in before]
+    return "\n".join([head, *reasons, f"  so       {so}"])
 
 
 def lock_words(holder: Mapping[str, Any], slot: str) -> tuple[str, str]:
@@ -152,12 +156,7 @@ def _streaming(now: Report) -> Words:
             f"{lag['bytes']} bytes are not acknowledged yet, the oldest for "
             f"{duration(lag['seconds'])}"
         )
-    behind = [
-        f"the consumer {name!r} has {counted(each['outstanding'], 'transaction')} to acknowledge"
-        for name, each in now["consumers"].items()
-        if each["outstanding"]
-    ]
-    behind += _absent(now) + _pending_resets(now) + _unpublished(now)
+    behind = [text for item in now["consumers"].items() for text in _about_consumer(*item)]
     full = [name for name, each in now["consumers"].items() if each["full"]]
     if full:
         named = " and ".join(map(repr, full))
@@ -168,34 +167,24 @@ def _streaming(now: Report) -> Words:
     return Words([*because, *behind], "there is nothing to do")
 
 
-def _absent(now: Report) -> list[str]:
-    """Describe the consumers that are not attached while the server retains WAL for them."""
-    return [
-        f"the consumer {name!r} is not attached, and the server retains the WAL from "
-        f"{each['acknowledged']} on for it: start it again, or remove it with "
-        f"drop_consumer({name!r})"
-        for name, each in now["consumers"].items()
-        if not each["attached"] and each["behind"]
-    ]
-
-
-def _pending_resets(now: Report) -> list[str]:
-    """Describe the consumers with a `Reset` that they have not handled yet."""
-    return [
-        f"the consumer {name!r} has a Reset that it has not handled yet: {each['reset']}"
-        for name, each in now["consumers"].items()
-        if each["reset"]
-    ]
-
-
-def _unpublished(now: Report) -> list[str]:
-    """Describe the consumers that wait for tables."""
-    return [
-        f"the consumer {name!r} waits for {', '.join(each['unpublished'])}: locked by other "
-        "sessions, dropped or renamed"
-        for name, each in now["consumers"].items()
-        if each["unpublished"]
-    ]
+def _about_consumer(name: str, now: Report) -> Iterator[str]:
+    """Describe what a consumer still has to do, or waits for."""
+    if now["outstanding"]:
+        number = counted(now["outstanding"], "transaction")
+        yield f"the consumer {name!r} has {number} to acknowledge"
+    if not now["attached"] and now["behind"]:
+        yield (
+            f"the consumer {name!r} is not attached, and the server retains the WAL from "
+            f"{now['acknowledged']} on for it: start it again, or remove it with "
+            f"drop_consumer({name!r})"
+        )
+    if now["reset"]:
+        yield f"the consumer {name!r} has a Reset that it has not handled yet: {now['reset']}"
+    if now["unpublished"]:
+        yield (
+            f"the consumer {name!r} waits for {', '.join(now['unpublished'])}: locked by other "
+            "sessions, dropped or renamed"
+        )
 
 
 #: The explanation of each step, for a health that does not need one of its own.

@@ -9,16 +9,6 @@ from typing import NamedTuple
 
 from moored.kernel import Condition, Tree
 
-__all__ = [
-    "CONDITIONS",
-    "ConnectionState",
-    "Health",
-    "Persistent",
-    "Status",
-    "status_of",
-    "with_health",
-]
-
 #: The conditions of a working stream, in the order in which they are met.
 CONDITIONS = (
     "pg_lock_acquired",
@@ -72,17 +62,9 @@ class Health(Enum):
     @property
     def http(self) -> int:
         """The status code for an HTTP health check."""
-        return _HTTP[self]
-
-
-_HTTP = {
-    Health.ACTIVE: 200,
-    Health.SLEEPING: 200,
-    Health.DEGRADED: 200,
-    Health.WAITING: 202,
-    Health.STARTING: 202,
-    Health.FAILED: 503,
-}
+        if self is Health.FAILED:
+            return 503
+        return 202 if self in (Health.WAITING, Health.STARTING) else 200
 
 
 class Status(NamedTuple):

@@ -1,6 +1,6 @@
 """The server: connections to it, their setup for streaming, administrative queries, and errors."""
 
-from ._connect import connect, cut, uncancelled
+from ._connect import connect, cut, has_input, uncancelled
 from ._faults import Diagnosis, FaultVerdict, diagnose
 from ._pooled import pool_by
 from ._resolver import Resolver
@@ -16,6 +16,7 @@ __all__ = [
     "connect",
     "cut",
     "diagnose",
+    "has_input",
     "pool_by",
     "uncancelled",
 ]

@@ -30,6 +30,8 @@ __all__ = [
     "terminate",
 ]
 
+Connection = psycopg.AsyncConnection[Any]
+
 #: The timeout of one query, in seconds.
 TIMEOUT = 5.0
 #: For how long, and how often, dropping a slot that is still active is tried, in seconds.
@@ -156,35 +158,29 @@ class Retained(NamedTuple):
     wal_status: str | None
 
 
-async def rows(
-    conn: psycopg.AsyncConnection[Any], query: str | sql.Composed, **values: Any
-) -> list[Any]:
+async def rows(conn: Connection, query: str | sql.Composed, **values: Any) -> list[Any]:
     """Run a statement and return its rows; abort the connection after `TIMEOUT`."""
     return await uncancelled(conn, _fetch(conn, query, values), TIMEOUT)
 
 
-async def _fetch(
-    conn: psycopg.AsyncConnection[Any], query: str | sql.Composed, values: dict[str, Any]
-) -> list[Any]:
+async def _fetch(conn: Connection, query: str | sql.Composed, values: dict[str, Any]) -> list[Any]:
     text = query.encode() if isinstance(query, str) else query
     cursor = await conn.execute(text, values or None)
     return await cursor.fetchall() if cursor.description else []
 
 
-async def break_lock(conn: psycopg.AsyncConnection[Any], slot: str, own_pid: int) -> list[int]:
+async def break_lock(conn: Connection, slot: str, own_pid: int) -> list[int]:
     """Terminate idle backends that hold the lock of an inactive slot; return their pids."""
     return [row[0] for row in await rows(conn, _BREAK, slot=slot, own=own_pid, quiet=QUIET)]
 
 
-async def lock_holder(conn: psycopg.AsyncConnection[Any], slot: str) -> LockHolder | None:
+async def lock_holder(conn: Connection, slot: str) -> LockHolder | None:
     """Return the backend that holds the lock of the slot; None if it is free."""
     found = await rows(conn, _HOLDER, slot=slot)
     return LockHolder(*found[0]) if found else None
 
 
-async def blockers(
-    conn: psycopg.AsyncConnection[Any], own: Sequence[int], *, queries: bool
-) -> list[Blocker]:
+async def blockers(conn: Connection, own: Sequence[int], *, queries: bool) -> list[Blocker]:
     """Return the transactions that a new slot waits for, the oldest first.
 
     :param own: pids of this instance, which are left out.
@@ -201,12 +197,12 @@ def without_literals(query: str) -> str:
     return " ".join(_LITERAL.sub("…", query).split())
 
 
-async def log_standby_snapshot(conn: psycopg.AsyncConnection[Any]) -> None:
+async def log_standby_snapshot(conn: Connection) -> None:
     """Write the WAL record that the creation of a slot waits for; PostgreSQL 16 and later."""
     await rows(conn, "SELECT pg_log_standby_snapshot()")
 
 
-async def retained(conn: psycopg.AsyncConnection[Any], slot: str) -> Retained | None:
+async def retained(conn: Connection, slot: str) -> Retained | None:
     """Return how much WAL the server retains for the slot; None if there is no such slot."""
     found = await rows(conn, _RETAINED, slot=slot)
     if not found:
@@ -215,7 +211,7 @@ async def retained(conn: psycopg.AsyncConnection[Any], slot: str) -> Retained | 
     return Retained(kept or 0, lag or 0, Lsn.parse(current), active_pid, wal_status)
 
 
-async def own_types(conn: psycopg.AsyncConnection[Any], oids: Collection[int]) -> list[OwnType]:
+async def own_types(conn: Connection, oids: Collection[int]) -> list[OwnType]:
     """Describe types that are not built in, and those of which they are made."""
     found = await rows(conn, _TYPES, oids=sorted(oids))
     return [
@@ -224,7 +220,7 @@ async def own_types(conn: psycopg.AsyncConnection[Any], oids: Collection[int]) -
     ]
 
 
-async def terminate(conn: psycopg.AsyncConnection[Any], pid: int) -> None:
+async def terminate(conn: Connection, pid: int) -> None:
     """Terminate a backend if it does not end by itself within two seconds."""
     for _ in range(round(END_PATIENCE / END_EVERY)):
         if not await rows(conn, "SELECT 1 FROM pg_stat_activity WHERE pid = %(pid)s", pid=pid):
@@ -235,7 +231,7 @@ async def terminate(conn: psycopg.AsyncConnection[Any], pid: int) -> None:
     await rows(conn, query, pid=pid)
 
 
-async def drop_slot(conn: psycopg.AsyncConnection[Any], slot: str) -> None:
+async def drop_slot(conn: Connection, slot: str) -> None:
     """Drop the slot, if it exists; retry while a reader that was ended is still active."""
     query = (
         "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots "
@@ -253,7 +249,7 @@ async def drop_slot(conn: psycopg.AsyncConnection[Any], slot: str) -> None:
         await asyncio.sleep(DROP_EVERY)
 
 
-async def drop_publication(conn: psycopg.AsyncConnection[Any], publication: str) -> None:
+async def drop_publication(conn: Connection, publication: str) -> None:
     """Drop the publication, if it exists."""
     query = sql.SQL("DROP PUBLICATION IF EXISTS {}").format(sql.Identifier(publication))
     await rows(conn, query)

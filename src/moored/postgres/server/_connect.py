@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import psycopg
 from moored import kernel
 from moored.kernel import cut_socket, forget_frames
 
-__all__ = ["connect", "cut", "uncancelled"]
+__all__ = ["connect", "cut", "has_input", "uncancelled"]
 
 T = TypeVar("T")
 
@@ -34,6 +35,13 @@ async def connect(conninfo: str, **options: Any) -> psycopg.AsyncConnection[Any]
     except asyncio.CancelledError as cancelled:
         forget_frames(cancelled)  # they hold the socket
         raise
+
+
+def has_input(fd: int) -> bool:
+    """Whether a socket has bytes that were not read yet."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def cut(connection: psycopg.AsyncConnection[Any]) -> None:

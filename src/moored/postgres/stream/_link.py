@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import select
 import socket
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,7 @@ import psycopg
 from psycopg import pq
 
 from .._errors import StreamEnded
-from ..server import connect, cut, uncancelled
+from ..server import connect, cut, has_input, uncancelled
 from ._frames import STARTED, CopyFrames, framed
 
 __all__ = ["KEEPALIVES", "ReplicationLink"]
@@ -80,9 +79,7 @@ class ReplicationLink:
     @property
     def has_input(self) -> bool:
         """Whether there are bytes that were not read yet."""
-        poll = select.poll()
-        poll.register(self._pgconn.socket, select.POLLIN)
-        return bool(poll.poll(0))
+        return has_input(self._pgconn.socket)
 
     async def command(self, text: str, *, timeout: float | None = None) -> Sequence[Sequence[Any]]:
         """Send a command and return its rows.
@@ -275,6 +272,3 @@ class ReplicationLink:
             await ready
         finally:
             remove(fd)
-
-    def __repr__(self) -> str:
-        return f"<ReplicationLink {'closed' if self.closed else 'open'}>"

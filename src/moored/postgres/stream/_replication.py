@@ -53,36 +53,27 @@ class ReceivedTotals:
     bytes: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class ReplicationClient:
-    """One connection that streams, from its setup to its end.
+    """One connection that streams, from its setup to its end."""
 
-    :param report: called with each step of the setup.
-    :param first_message: called when the first message of the stream was received.
-    :param totals: counts what this connection receives, too.
-    :param types: the types of the database; for each connection, they are described again.
-    :param describe_types: adds types to `types`.
-    """
+    conninfo: Callable[[], Awaitable[str]]
+    settings: Settings
+    hub: LogCollector
+    clock: Clock
+    #: Called with each step of the setup.
+    report: Callable[[Step], None]
+    #: Called when the first message of the stream was received.
+    first_message: Callable[[], None]
+    #: Counts what this connection receives, too.
+    totals: ReceivedTotals
+    #: The types of the database; for each connection, they are described again.
+    types: Types
+    #: Adds types to `types`.
+    describe_types: Callable[[Collection[int]], Awaitable[None]]
 
-    def __init__(
-        self,
-        conninfo: Callable[[], Awaitable[str]],
-        settings: Settings,
-        hub: LogCollector,
-        *,
-        clock: Clock,
-        report: Callable[[Step], None],
-        first_message: Callable[[], None],
-        totals: ReceivedTotals,
-        types: Types,
-        describe_types: Callable[[Collection[int]], Awaitable[None]],
-    ) -> None:
-        self._conninfo = conninfo
-        self._settings = settings
-        self._hub = hub
-        self._clock = clock
-        self._report = report
-        self._first_message = first_message
-        self.setup = Setup(settings)
+    def __post_init__(self) -> None:
+        self.setup = Setup(self.settings)
         self._go = asyncio.Event()
         self._status_due = asyncio.Event()
         self._link: ReplicationLink | None = None
@@ -93,9 +84,6 @@ class ReplicationClient:
         self.positions: Positions | None = None
         #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
-        self._totals = totals
-        self._types = types
-        self._describe_types = describe_types
 
     # -- the connection ------------------------------------------------------------------------
 
@@ -106,11 +94,11 @@ class ReplicationClient:
 
     async def run(self) -> None:
         """Connect, set up, wait for `start_streaming()`, stream; until an error or cancellation."""
-        self._report(Step.CONNECTED)
+        self.report(Step.CONNECTED)
         self._link = link = await ReplicationLink.dial(
-            await self._conninfo(),
-            timeout=self._settings.connect_timeout,
-            application_name=self._settings.application_name,
+            await self.conninfo(),
+            timeout=self.settings.connect_timeout,
+            application_name=self.settings.application_name,
             **KEEPALIVES,
         )
         try:
@@ -145,14 +133,14 @@ class ReplicationClient:
         while (command := setup.command()) is not None:
             if setup.step is not reported:
                 reported = setup.step
-                self._report(setup.step)
+                self.report(setup.step)
             try:
                 rows = await link.command(command, timeout=None if setup.waits else PROMPT)
             except psycopg.Error as error:
                 setup.refused(error.sqlstate, error)
             else:
                 setup.answered(rows)
-        self._report(Step.READY_TO_STREAM)
+        self.report(Step.READY_TO_STREAM)
 
     async def _wait_to_stream(self, link: ReplicationLink) -> None:
         """Wait for `start_streaming()`; query the server meanwhile to notice a lost connection."""
@@ -169,11 +157,11 @@ class ReplicationClient:
 
     async def _stream(self, link: ReplicationLink) -> None:
         found = self.setup.findings
-        self._report(Step.START_STREAMING)
+        self.report(Step.START_STREAMING)
         await link.stream(self.setup.start_command(), timeout=PROMPT)
-        self._report(Step.STREAMING)
+        self.report(Step.STREAMING)
         self.positions = Positions(found.confirmed)
-        self._hub.begin(History(found.system_id, found.timeline_id), found.confirmed)
+        self.hub.begin(History(found.system_id, found.timeline_id), found.confirmed)
         self._note_arrival()
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(self._read(link), name="moored-replication-read")
@@ -181,22 +169,22 @@ class ReplicationClient:
             reader.add_done_callback(lambda _: answers.cancel())
 
     async def _read(self, link: ReplicationLink) -> None:
-        hub, shelf = self._hub, Shelf(self._settings.state_dir / "spill")
-        assembler = Assembler(partial(Body, shelf), self._types)
-        self._types.expire()
+        hub, shelf = self.hub, Shelf(self.settings.state_dir / "spill")
+        assembler = Assembler(partial(Body, shelf), self.types)
+        self.types.expire()
         first = True
         while True:
             batch = await link.receive()
             self._note_arrival()
             if first:
                 first = False
-                self._first_message()
+                self.first_message()
             place = 0
             while place < len(batch):
                 done, place = assembler.feed_all(batch, place)
                 if assembler.unknown_types:
                     # Before a consumer can read a row of them.
-                    await self._describe_types(assembler.unknown_types)
+                    await self.describe_types(assembler.unknown_types)
                     assembler.unknown_types = set()
                 if done:
                     self._received(done)
@@ -216,17 +204,17 @@ class ReplicationClient:
     def _received(self, done: list[Committed]) -> None:
         assert self.positions is not None
         end = max(each.end_lsn for each in done)
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         if now >= self.lag.due:
             self.lag.note(self.positions.last_seen, self.positions.flushed + 1, now)
         self.positions.committed(end)
-        self._totals.bytes += sum(each.body.size for each in done)
-        self._totals.transactions += len(done)
+        self.totals.bytes += sum(each.body.size for each in done)
+        self.totals.transactions += len(done)
 
     def _check_progress(self) -> None:
         """Send a status update for transactions that need no acknowledgement of a consumer."""
         assert self.positions is not None
-        if min(self._hub.flushed(), self.positions.last_seen) > self.positions.flushed + 1:
+        if min(self.hub.flushed(), self.positions.last_seen) > self.positions.flushed + 1:
             self._status_due.set()
 
     async def _keepalive(self, data: bytes, *, inside: bool) -> None:
@@ -234,8 +222,8 @@ class ReplicationClient:
         keepalive = read_keepalive(data)
         if not inside and self.positions.up_to_date and keepalive.end > self.positions.last_seen:
             # The WAL up to there has nothing for any consumer: let the server discard it.
-            self._hub.passed(keepalive.end)
-            await self._hub.checkpoint(keepalive.end)
+            self.hub.passed(keepalive.end)
+            await self.hub.checkpoint(keepalive.end)
         if self.positions.keepalive(keepalive, inside=inside):
             self._status_due.set()
 
@@ -256,20 +244,20 @@ class ReplicationClient:
 
     async def _send_status(self, link: ReplicationLink) -> None:
         """Store what is safe, then confirm it to the server."""
-        positions, hub = self.positions, self._hub
+        positions, hub = self.positions, self.hub
         assert positions is not None
         safe = min(hub.flushed(), positions.last_seen)
         if safe > positions.flushed + 1:
             await hub.checkpoint(safe)
             positions.acknowledged(safe)
-        await link.send(positions.status(self._clock.wall(), reply=self._must_request_reply(link)))
+        await link.send(positions.status(self.clock.wall(), reply=self._must_request_reply(link)))
 
     def _next_status_in(self, every: float) -> float:
         """Return the seconds until the next status update, or until the server is overdue."""
         if self._paused:
             return every
         since = self._arrived_at if self._requested_at is None else self._requested_at
-        return min(every, max(0.0, since + SILENCE - self._clock.monotonic()))
+        return min(every, max(0.0, since + SILENCE - self.clock.monotonic()))
 
     def _must_request_reply(self, link: ReplicationLink) -> bool:
         """Return whether to request a reply of the server; raise if the last request timed out.
@@ -280,7 +268,7 @@ class ReplicationClient:
         if link.arrivals != self._arrivals:
             self._arrivals = link.arrivals
             self._note_arrival()
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         since = self._requested_at or self._arrived_at
         if self._paused or now - since < SILENCE or link.has_input:
             return False
@@ -295,8 +283,5 @@ class ReplicationClient:
         self._status_due.set()
 
     def _note_arrival(self) -> None:
-        self._arrived_at = self._clock.monotonic()
+        self._arrived_at = self.clock.monotonic()
         self._requested_at = None
-
-    def __repr__(self) -> str:
-        return f"<ReplicationClient at {self.setup.step.value}>"
