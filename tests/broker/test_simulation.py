@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from tests.broker.world import subscribers_come_and_go
+from tests.mutants import planted_defects
 
 from moored.broker import _stream
 from moored.broker._audience import Audience, StreamBuffer
@@ -73,6 +74,11 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize(
+    "planted",
+    planted_defects(
+        MUTANTS, "live events forgotten in the replay", "live events repeat the replay"
+    ),
+)
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:
     assert_caught(subscribers_come_and_go, planted, within=500, clean=5)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.leases.cluster import TROUBLE_UNTIL, Cluster
+from tests.mutants import planted_defects
 
 from moored.leases import MemoryStore, Request
 from moored.leases._keeper import Keeper
@@ -93,7 +94,9 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize(
+    "planted", planted_defects(MUTANTS, "a deadline from the answer's arrival")
+)
 def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(faulty_cluster, planted, within=400, clean=1)
     # The model of the store fails in a callback, whose exception is not awaited.

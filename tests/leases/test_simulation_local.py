@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from tests.leases.cluster import REFUSE, TROUBLE_UNTIL, Cluster
+from tests.mutants import planted_defects
 
 from moored.leases._keeper import Keeper
 from moored.leases._lease_table import Entry, LeaseTable
@@ -67,7 +68,7 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize("planted", planted_defects(MUTANTS, "an id in doubt used again"))
 def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(cluster_that_goes_on, planted, within=400, clean=1)
     assert isinstance(caught.error, AssertionError | Unretrieved), caught

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from tests.leases.faulty_network import FaultyNetwork, NetworkFaults
+from tests.mutants import planted_defects
 
 from moored.kernel import Clock
 from moored.leases import Leases, MemoryStore, Policy, RateLimit, StoreUnavailable, Taken, _gcra
@@ -175,7 +176,9 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize(
+    "planted", planted_defects(MUTANTS, "tokens minted again by a clock that goes back")
+)
 def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(shared_rate_on_a_bad_day, planted, within=400, clean=1)
     assert isinstance(caught.error, AssertionError), caught

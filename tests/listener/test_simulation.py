@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.logs import silent
+from tests.mutants import planted_defects
 
 from moored.postgres.listen import Notification
 from moored.postgres.listen._core import ChannelChange, ListenerCore
@@ -115,6 +116,6 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize("planted", planted_defects(MUTANTS, "an old generation is delivered"))
 def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
     assert_caught(a_bad_day, planted, within=300, clean=1)

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import pytest
 from tests.logs import silent
+from tests.mutants import planted_defects
 
 from moored.kernel import StatusMonitor
 from moored.postgres.consume._hub import Hub
@@ -185,7 +186,9 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize(
+    "planted", planted_defects(MUTANTS, "a timeout taken for the lock", "a shutdown without limit")
+)
 def test_a_planted_defect_is_noticed(planted: Mutant) -> None:
     caught = assert_caught(a_bad_day, planted, within=300, clean=1)
     assert isinstance(caught.error, AssertionError), caught

@@ -9,6 +9,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import pytest
+from tests.mutants import planted_defects
 
 from moored.rpc import (
     AsyncConnectionManager,
@@ -383,6 +384,15 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda planted: planted.name)
+@pytest.mark.parametrize(
+    "planted",
+    planted_defects(
+        MUTANTS,
+        "UNAVAILABLE of a live server replaces its connection",
+        "the generation passed to handle_error is ignored",
+        "an undated error always blames the current generation",
+        "calls use a channel that is known to be broken",
+    ),
+)
 def test_mutants_are_caught(planted: Mutant) -> None:
     assert_caught(random_faults, planted, within=300, clean=1)

@@ -645,7 +645,11 @@ MUTANTS = [
         final_close,
         mutant(CloseClass, "final", property(lambda self: False), name="a takeover is retried"),
     ),
-    (random_faults, mutant(Senders, "_work", _written_anyway, name="a settled send is written")),
+    pytest.param(
+        random_faults,
+        mutant(Senders, "_work", _written_anyway, name="a settled send is written"),
+        marks=pytest.mark.soak,  # takes many schedules until it is caught
+    ),
     (random_faults, mutant(Senders, "push", _unordered, name="sends overtake each other")),
     (
         sender_crash,

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.logs import silent
+from tests.mutants import planted_defects
 from tests.sim.reservoir_scenario import PoolScenario
 
 from moored.leases import RateLimit
@@ -232,16 +233,16 @@ MUTANTS = [
 ]
 
 
-#: Defects that take the most schedules until they are caught.
-LATE = {"a ping without a timeout", "a connect without a timeout", "a lost lease ignored"}
-
-
 @pytest.mark.parametrize(
     "planted",
-    [
-        pytest.param(each, id=each.name, marks=[pytest.mark.soak] if each.name in LATE else [])
-        for each in MUTANTS
-    ],
+    planted_defects(
+        MUTANTS,
+        "a ping without a timeout",
+        "a connect without a timeout",
+        "a lost lease ignored",
+        "a connect that a resize made superfluous",
+        "a connect that ends after the close leaks",
+    ),
 )
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:
     caught = assert_caught(pool_with_faults, planted, within=400, clean=1)
