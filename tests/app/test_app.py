@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from moored.postgres import Reset, Transaction
 from moored.rpc import ChannelError
 from moored.service import Config
 from moored.testing import AppLeaked, running_app
+from moored.testing.demo import Demo, DemoServer
 
 #: Seconds within which everything here happens, on a busy machine too.
 LIMIT = 60.0
@@ -410,3 +412,19 @@ async def test_a_pool_leaves_nothing_behind(postgres_url: str) -> None:
     db = app.pool(postgres_url, max_size=2)
     async with running_app(app), db.connection() as conn:
         assert await (await conn.execute("select 1")).fetchone() == (1,)
+
+
+async def test_the_state_of_an_app_does_not_grow_with_its_sessions() -> None:
+    app = new()
+    accounts = app.sessions()
+    async with running_app(app, timeout=LIMIT):
+        assert app.service is not None
+        sizes = []
+        for number in range(100):
+            await accounts.start(f"account-{number}", Demo(DemoServer()), offline=True)
+            if number in (9, 99):
+                state = app.service.view.as_dict()
+                state["events"] = []
+                sizes.append(len(json.dumps(state, default=str)))
+        assert sizes[1] < sizes[0] * 1.1
+        assert "95 more" in str(app.tree())

@@ -14,6 +14,9 @@ __all__ = ["Feed"]
 
 #: Seconds from an event to the next state: a restart is a burst of a dozen events.
 SETTLE = 0.15
+#: The least pause between two states, as a multiple of the time that the last one took to make:
+#: with thousands of components, the page must not take the time of the service.
+PAUSE = 10.0
 #: Seconds between two states without events: numbers such as positions change without an event.
 REFRESH = 2.0
 
@@ -26,6 +29,7 @@ class Feed:
         self._view = view
         self._loop = asyncio.get_running_loop()
         self._timers = Timers(view.clock)
+        self._pause_until = 0.0
 
     def join(self) -> BrowserStream | None:
         """Open a stream that begins with the whole state; return None if there are too many."""
@@ -55,7 +59,8 @@ class Feed:
         self._send_state_within(SETTLE)
 
     def _send_state_within(self, seconds: float) -> None:
-        at, planned = self._view.clock.monotonic() + seconds, self._timers.at("state")
+        at = max(self._view.clock.monotonic() + seconds, self._pause_until)
+        planned = self._timers.at("state")
         if planned is None or at < planned:
             self._timers.set("state", at, self._send_state)
 
@@ -65,4 +70,8 @@ class Feed:
             self.streams.publish_state(self._state())
 
     def _state(self) -> bytes:
-        return message("state", json.dumps(self._view.as_dict(), default=str))
+        began = self._view.clock.monotonic()
+        state = message("state", json.dumps(self._view.as_dict(), default=str))
+        now = self._view.clock.monotonic()
+        self._pause_until = now + PAUSE * (now - began)
+        return state

@@ -103,7 +103,7 @@ class PartOutages:
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the incidents as plain data, the newest first."""
-        order = self._order()
+        order = self._order() if self._incidents else {}
         return [
             {
                 "parts": {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import InitVar, asdict, dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from moored.kernel import Clock, Machine, Supervisor, counted, describe
@@ -248,5 +248,5 @@ class SessionRuntime:
             "messages_set_aside": self.sink.put_aside,
             "sender_crashes": self.sends.senders.crashes,
             "late_confirmations": self.sends.table.late,
-            **asdict(self.counts),
+            **self.counts.as_dict(),
         }

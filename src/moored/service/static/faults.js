@@ -29,6 +29,7 @@ function faultRow(panel, it) {
 }
 
 async function press(row, name) {
+  if (row.querySelector("button").getAttribute("aria-disabled") === "true") return;
   let problem = "";
   try {
     const answer = await fetch(`v1/break/${name}`, { method: "POST" });
@@ -73,7 +74,7 @@ function showFaults(it) {
   for (const fault of it.faults) {
     const row = faultRow(panel, fault);
     const button = row.querySelector("button");
-    // Not disabled, which would lose the focus: the service refuses a second press.
+    // Not disabled, which would lose the focus: a press is ignored, and the service would refuse it.
     button.setAttribute("aria-disabled", String(it.running !== null));
     const last = it.recoveries.find((each) => each.fault === fault.name);
     const text = JSON.stringify([last, longest]);
