@@ -27,7 +27,7 @@ START_TIMEOUT = 60.0
 @contextmanager
 def milvus_server(folder: Path) -> Iterator[str]:
     """Run milvus-lite in its own process; yield its URI."""
-    port = choose_port("127.0.0.1")
+    port = choose_port()
     options = ["--data-dir", str(folder / "milvus"), "--host", "127.0.0.1", "--port", str(port)]
     process = subprocess.Popen(
         [sys.executable, "-m", "milvus_lite", "server", *options],
