@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Any
 
+from docutils import nodes
+from docutils.statemachine import StringList
 from pygments.lexers.special import TextLexer
+from sphinx.util.docutils import SphinxDirective
 
 from moored import __version__
 
@@ -26,6 +30,24 @@ html_title = f"Moored {version}"
 html_static_path: list[str] = []
 
 
+class Metrics(SphinxDirective):
+    """The table of all metrics of a collector, from its code."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        module, _, name = self.arguments[0].rpartition(".")
+        lines = ["| metric | type | labels | |", "|---|---|---|---|"]
+        for metric in getattr(import_module(module), name)().describe():
+            full = metric.name + ("_total" if metric.type == "counter" else "")
+            labels = ", ".join(f"`{label}`" for label in metric._labelnames)
+            lines.append(f"| `{full}` | {metric.type} | {labels} | {metric.documentation} |")
+        content = nodes.container()
+        self.state.nested_parse(StringList(lines, self.arguments[0]), self.content_offset, content)
+        return content.children
+
+
 def setup(app: Any) -> None:
     """Mermaid is drawn by the pages that show these files; here its source is shown as it is."""
     app.add_lexer("mermaid", TextLexer)
+    app.add_directive("metrics", Metrics)

@@ -120,12 +120,15 @@ def conditions(used: list[dict[str, Any]]) -> list[str]:
     """Return how the figures were measured, as far as it was recorded."""
     date = max(each["date"] for each in used)
     short = sum(each["quick"] for each in used)
-    loads = [each["load"] for each in used]
-    load = "unknown" if None in loads else f"{min(loads):.0f} to {max(loads):.0f}"
+    loads = [each["load"] for each in used if each["load"] is not None]
+    unknown = len(used) - len(loads)
+    load = f"{min(loads):.0f} to {max(loads):.0f}" if loads else "not recorded"
     return [
-        f"Last measured on {date}; {short} of {len(used)} rows are from short runs (`--quick`), the",
-        f"others from full ones. The load of the machine was {load}: on a busy machine the figures",
-        "are unreliable. Each is a median; a speed is the median of the ratios of paired runs.",
+        f"Last measured on {date}; {short} of {len(used)} rows come from short runs (`--quick`),",
+        f"the others from full ones. The load of the machine was {load}"
+        + (f" (not recorded for {unknown} of the rows)" if unknown and loads else "")
+        + "; if it was busy,",
+        "the figures are unreliable. Each is a median, a speed that of the ratios of paired runs.",
     ]
 
 

@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Self
 
@@ -103,12 +103,22 @@ class Terminal:
         """Everything that it has printed until now."""
         return self._printed
 
-    def wait_for(self, expression: str) -> None:
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, script: str, directory: Path) -> Iterator[Self]:
+        """Open a terminal alone, and close it at the end."""
+        terminal = cls(script, directory, _plain_environment(), threading.Condition())
+        try:
+            yield terminal
+        finally:
+            terminal.stop()
+
+    def wait_for(self, expression: str, limit: float = LIMIT) -> None:
         """Wait until the output has a match, or fail with the output."""
         found = re.compile(expression)
         with self._changed:
             done = self._changed.wait_for(
-                lambda: found.search(self._printed) or self.ended, timeout=LIMIT
+                lambda: found.search(self._printed) or self.ended, timeout=limit
             )
             assert found.search(self._printed), (
                 f"{self.script}\n{'ended' if done else 'still runs'}, and printed\n{self._printed}"
@@ -142,12 +152,7 @@ class Reader:
     def __init__(self, directory: Path, ports: Mapping[str, int] | None = None) -> None:
         self._directory = directory
         self._ports = ports or {}
-        self._environment = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("MOORED_", "PYTHON", "COVERAGE"))
-        }
-        self._environment |= {"PYTHONUNBUFFERED": "1", "HOME": str(directory)}
+        self._environment = _plain_environment() | {"HOME": str(directory)}
         self._terminals: list[Terminal] = []
         self._changed = threading.Condition()
         self._prompt: Terminal | None = None
@@ -229,6 +234,13 @@ class Reader:
             found = re.compile(pattern(each.want)).search(printed, position)
             assert found, f"{each.source}printed something else:\n{printed[position:]}"
             position = found.end()
+
+
+def _plain_environment() -> dict[str, str]:
+    """Return the environment of a reader: ours without the settings of the tests."""
+    ours = ("MOORED_", "PYTHON", "COVERAGE", "VIRTUAL_ENV")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    return plain | {"PYTHONUNBUFFERED": "1"}
 
 
 def _installed(command: re.Match[str]) -> str:

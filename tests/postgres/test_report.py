@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from moored.postgres import Postgres, PostgresError
 from moored.postgres.consume import _backpressure
-from moored.postgres.prometheus import COUNTERS, GAUGES, PREFIX, PostgresCollector
+from moored.postgres.prometheus import PREFIX, PostgresCollector
 from moored.postgres.report._explain import EXPLAINED, explain
 from moored.postgres.report._health import Health
 from moored.postgres.report._phases import CHART, WORDS
@@ -332,14 +332,6 @@ def test_a_pool_that_lacks_connections_is_named_with_its_error() -> None:
 
 
 # -- metrics -------------------------------------------------------------------------------------
-
-
-def test_the_docs_list_every_metric() -> None:
-    table = OPERATIONS.partition("## Metrics")[2].partition("\n## ")[0]
-    listed = re.findall(r"^\| `(\w+)` \| ([^|]*)\|", table, re.MULTILINE)
-    expected = [(PREFIX + name, labels) for name, _, labels, _ in GAUGES]
-    expected += [(f"{PREFIX}{name}_total", labels) for name, _, labels, _ in COUNTERS]
-    assert [(name, tuple(re.findall(r"`(\w+)`", labels))) for name, labels in listed] == expected
 
 
 async def test_the_metrics_are_the_numbers_of_the_report(make: MakePostgres, sql: Sql) -> None:

@@ -519,20 +519,3 @@ async def test_tests_of_the_page_pass() -> None:
     for name in tests:
         async with asyncio.timeout(LIMIT):
             await names[name]()
-
-
-# -- the readme ------------------------------------------------------------------------------------
-
-
-async def test_example_of_the_readme_runs(
-    broker: Mosquitto, postgres_url: str, tmp_path: Path
-) -> None:
-    names: Names = {}
-    await run(
-        block_with(page("README"), "moored.sessions"),
-        names,
-        ("accounts.db", tmp_path / "accounts.db"),
-        ("redis://cache", postgres_url),
-        ("mqtts://broker", broker.url()),
-    )
-    assert names["alice"].status()["acked"] == 1
