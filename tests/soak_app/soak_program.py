@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -110,25 +111,19 @@ async def writers(ctx: ComponentContext) -> None:
 
 @app.component(after=["sessions"])
 async def senders(ctx: ComponentContext) -> None:
-    acked: list[str] = []
-
     async def send_from(session: Session, number: int) -> None:
         results["sends"] += 1
         outcome = await session.send(f"peer-{number}", b"hello", outcome=True)
         results[type(outcome).__name__] += 1
         if isinstance(outcome, Acked):
-            acked.append(outcome.id)
+            print(outcome.id, file=acked)
 
     endpoint = Tcp("127.0.0.1", given["chat"])
-    try:
+    with (folder / "acked").open("a") as acked:
         async with asyncio.TaskGroup() as tasks:
             for number in range(given["sessions"]):
                 session = await accounts.start(f"account-{number}", Demo(endpoint))
-                tasks.create_task(
-                    repeat(lambda n, session=session: send_from(session, n), number, 1, 2.0)
-                )
-    finally:
-        (folder / "acked.json").write_text(json.dumps(acked))
+                tasks.create_task(repeat(partial(send_from, session), number, 1, 2.0))
 
 
 @app.component

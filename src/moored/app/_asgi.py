@@ -24,7 +24,11 @@ class AppEndpoint:
         """Answer one request, or follow the lifespan of the server."""
         if scope["type"] == "lifespan":
             await self._lifespan(receive, send)
-        elif self._app.service is None:
+            return
+        if scope["path"].endswith("/") and not (scope.get("raw_path") or b"/").endswith(b"/"):
+            # Litestar appends a slash to the path of a request for a mounted app.
+            scope = {**scope, "path": scope["path"][:-1] or "/"}
+        if self._app.service is None:
             body = {"status": "starting", "parts": {}}
             await JSONResponse(body, status_code=503)(scope, receive, send)
         else:
