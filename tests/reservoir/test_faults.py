@@ -248,7 +248,7 @@ async def test_a_rollback_to_a_server_that_vanished_ends_in_time(
 ) -> None:
     monkeypatch.setattr("moored.reservoir._upkeep.CLOSE_PATIENCE", 0.2)
     async with Rig(shell, url, max_size=1, kwargs={}) as rig:
-        rig.pool._ping_timeout = 0.2
+        rig.pool._returns.ping_timeout = 0.2
         with pytest.raises(ZeroDivisionError):
             # Without a limit it would take as long as TCP tries.
             await asyncio.wait_for(rig._do(_fail_in_a_transaction, rig, gate), LIMIT)

@@ -9,7 +9,6 @@ await block instead, and `run_sync` runs the coroutine to its end.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
@@ -21,12 +20,13 @@ from moored.leases import sync as leases_sync
 
 from ._config import ReservoirConfig, config_of
 from ._core import Core, Waiter
-from ._driver import Connect, DriverState, in_time
+from ._driver import Connect, in_time
 from ._errors import PoolOverloaded, PoolTimeout
 from ._item import Item
 from ._psycopg_stats import counters, measures
 from ._recipe import Conninfo, Options
 from ._reservoir import Reservoir
+from ._returns import Returns
 from ._run_sync import run_sync
 from ._statistics import Statistics
 from ._tokens import Provider, Tokens
@@ -153,8 +153,8 @@ class Pool(Generic[C]):
             owner=_CloseReturns(self) if close_returns else self,
             fail_fast=fail_fast,
         )
+        self._returns = Returns(self.reservoir, self._interrupt, PING_TIMEOUT)
         self._popped: dict[str, int] = {}
-        self._returns_bad = 0
         # Checkouts whose connection failed its check and was replaced.
         self._failed_checks = 0
         self._opens_itself = open is not False
@@ -176,12 +176,12 @@ class Pool(Generic[C]):
         """Cache what the fast path needs: the lookups would take half the time of a checkout."""
         reservoir, driver = self.reservoir, self.reservoir.recipe.driver
         own = self._own_reset
-        self._reset = driver.resetter() if own is None else (own or None)
+        self._returns.reset = driver.resetter() if own is None else (own or None)
         self._lock = reservoir.lock
         self._give = reservoir.core.give if os.getpid() == self._maker else self._give_own
         self._retired = reservoir.core.retired
         # A connection that must be reset is never clean when it is returned.
-        self._is_clean = driver.clean if self._reset is None else _never
+        self._is_clean = driver.clean if self._returns.reset is None else _never
         self._monotonic = reservoir.clock.monotonic
         # If a checkout needs more than a ready connection, the fast path never finds one.
         self._usable = reservoir.usable
@@ -263,7 +263,7 @@ class Pool(Generic[C]):
 
     def _counters(self) -> dict[str, int]:
         return counters(
-            self.reservoir, failed_checks=self._failed_checks, returns_bad=self._returns_bad
+            self.reservoir, failed_checks=self._failed_checks, returns_bad=self._returns.bad
         )
 
     def __repr__(self) -> str:
@@ -314,27 +314,6 @@ class Pool(Generic[C]):
             f"{self.name} has {len(self._core.items)} of {number} connections after "
             f"{timeout:g} s: {self.reservoir.whereabouts()}"
         )
-
-    def _state_of(self, conn: C, settled: bool) -> DriverState:
-        """The state of a connection; idle after a commit or rollback if its driver cannot tell."""
-        driver = self.reservoir.recipe.driver
-        state = driver.state(conn)
-        if settled and state is DriverState.TRANSACTION and not driver.knows_state:
-            return DriverState.IDLE
-        return state
-
-    def _closes(self, item: Item[C]) -> bool:
-        """Whether a null pool will close this connection, which then needs no reset.
-
-        If so, a caller that begins to wait from now on does not get the connection.
-        """
-        core = self._core
-        if core.config.keep:
-            return False
-        with self.reservoir.lock:
-            if not core.waiting:
-                core.retire(item, "not_kept")
-        return item.retire_reason is not None
 
     def _needs_check(self, item: Item[C]) -> bool:
         """Whether a connection must be checked before it is handed out."""
@@ -514,112 +493,15 @@ class Pool(Generic[C]):
             return False
         return True
 
-    # -- slow path of a return: the connection must be cleaned up ---------------------------------
+    # -- return ----------------------------------------------------------------------------------
 
     async def _interrupt(self, conn: C) -> None:
         """Cancel a running statement of a cancelled task; a thread always waits for its own."""
 
-    async def _settle(self, item: Item[C], error: BaseException | None) -> None:
-        """End a block: commit, or roll back after an error, and return the connection."""
-        driver, conn = self.reservoir.recipe.driver, item.conn
-        doubt, settled = error, False
-        try:
-            if error is not None:
-                await self._interrupt(conn)
-            if driver.is_broken(conn) or driver.interrupted(error):
-                return
-            if error is None:
-                await awaited(driver.commit(conn))
-            else:
-                await awaited(driver.rollback(conn, self._ping_timeout))
-            settled = True
-        except BaseException as failure:
-            doubt = failure
-            if error is None or not isinstance(failure, Exception):
-                raise
-            log.warning("%s: rollback failed: %s", self.name, describe(failure))
-        finally:
-            await self._release(item, settled=settled, doubt=doubt)
-
-    async def _end_transaction(self, conn: C, error: BaseException | None) -> None:
-        """Commit, or roll back after an error, a connection of an overridden `getconn`."""
-        driver = self.reservoir.recipe.driver
-        if error is None and not driver.is_broken(conn):
-            await awaited(driver.commit(conn))
-        elif error is not None and driver.state(conn) is DriverState.TRANSACTION:
-            await awaited(driver.rollback(conn, self._ping_timeout))
-
-    async def _release(
-        self, item: Item[C], *, settled: bool = False, doubt: BaseException | None = None
-    ) -> None:
-        """Clean up a connection and return it to the pool, or discard it.
-
-        :param settled: whether its transaction was just committed or rolled back.
-        :param doubt: an error after which the connection may be broken.
-        """
-        clean = False
-        try:
-            clean = await self._clean(item, settled, doubt)
-        finally:
-            if not clean:
-                self._returns_bad += 1
-                self.reservoir.discard(item.conn, "bad")
-        if clean:
-            with self.reservoir.lock:
-                waiter = self._core.give(item, self._monotonic())
-            self.reservoir.carry_out(waiter)
-
     async def _return(self, conn: C) -> None:
         """Return a connection of `getconn`; do nothing if it was returned before."""
         if (item := self._claim(conn)) is not None:
-            await self._release(item)
-
-    async def _clean(self, item: Item[C], settled: bool, doubt: BaseException | None) -> bool:
-        """End what is in progress and reset the session; False if the connection is unusable."""
-        driver, conn = self.reservoir.recipe.driver, item.conn
-        if driver.interrupted(doubt):
-            log.warning("%s: closing a connection whose statement was interrupted", self.name)
-            return False
-        await self._interrupt(conn)
-        state = self._state_of(conn, settled)
-        if state is DriverState.TRANSACTION:
-            if driver.knows_state:
-                text = "%s: rolling back a connection left in a transaction: %r"
-                log.warning(text, self.name, conn)
-            if not await self._succeeds(
-                "rollback failed", driver.rollback, conn, self._ping_timeout
-            ):
-                return False
-            state = self._state_of(conn, settled=True)
-        if state is not DriverState.IDLE:
-            # A closed pool closes every connection anyway, and a caller that is cancelled may have
-            # cut its connection: that deserves no warning.
-            expected = self.closed or isinstance(doubt, asyncio.CancelledError)
-            level = logging.INFO if expected else logging.WARNING
-            log.log(level, "%s: closing a connection that came back %s", self.name, state.value)
-            return False
-        if doubt is not None and driver.needs_ping(conn, doubt):
-            lost = "closing a lost connection"
-            if not await self._succeeds(lost, driver.ping, conn, self._ping_timeout):
-                return False
-        if self._reset is not None and not self._closes(item):
-            if not await self._succeeds("the reset callback failed", self._reset, conn):
-                return False
-            state = self._state_of(conn, settled=True)
-            if state is not DriverState.IDLE:
-                text = "%s: the reset callback left a connection %s"
-                log.warning(text, self.name, state.value)
-                return False
-        return True
-
-    async def _succeeds(self, failed: str, call: Callable[..., Any], *args: Any) -> bool:
-        """Whether a call succeeds; its error is logged."""
-        try:
-            await awaited(call(*args))
-        except Exception as error:
-            log.warning("%s: %s: %s", self.name, failed, describe(error))
-            return False
-        return True
+            await self._returns.release(item)
 
 
 class _CloseReturns:

@@ -160,7 +160,7 @@ class AsyncConnectionPool(Pool[C]):
 
     async def putconn(self, conn: C) -> None:
         """Return a connection of `getconn()`; an open transaction is rolled back with a warning."""
-        await self._release(self._item_of(conn))
+        await self._returns.release(self._item_of(conn))
 
     async def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Change the number of connections to keep, and the maximum."""
@@ -260,9 +260,9 @@ class AsyncConnectionPool(Pool[C]):
             return
         if isinstance(error, asyncio.CancelledError):
             # anyio cancels every await in a cancelled scope, so this work runs in another task.
-            await self.reservoir.upkeep.shielded(self._settle(item, error))
+            await self.reservoir.upkeep.shielded(self._returns.settle(item, error))
         else:
-            await self._settle(item, error)
+            await self._returns.settle(item, error)
 
     async def _interrupt(self, conn: C) -> None:
         """Cancel the running statement of a cancelled task, so that its connection can be kept."""
@@ -348,6 +348,6 @@ class _AsyncMethodCheckout(_AsyncCheckout[C]):
         trace: TracebackType | None,
     ) -> None:
         try:
-            await self._pool._end_transaction(self._conn, error)
+            await self._pool._returns.end_transaction(self._conn, error)
         finally:
             await self._pool.putconn(self._conn)

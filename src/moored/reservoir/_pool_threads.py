@@ -127,7 +127,7 @@ class ConnectionPool(Pool[C]):
 
     def putconn(self, conn: C) -> None:
         """Return a connection of `getconn()`; an open transaction is rolled back with a warning."""
-        run_sync(self._release(self._item_of(conn)))
+        run_sync(self._returns.release(self._item_of(conn)))
 
     def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Change the number of connections to keep, and the maximum."""
@@ -175,7 +175,7 @@ class ConnectionPool(Pool[C]):
     def _finish(self, item: Item[C], error: BaseException | None) -> None:
         """End a block: commit, or roll back after an error, and return the connection."""
         if self._owns(item):
-            run_sync(self._settle(item, error))
+            run_sync(self._returns.settle(item, error))
 
 
 class _Checkout(Generic[C]):
@@ -243,6 +243,6 @@ class _MethodCheckout(_Checkout[C]):
         trace: TracebackType | None,
     ) -> None:
         try:
-            run_sync(self._pool._end_transaction(self._conn, error))
+            run_sync(self._pool._returns.end_transaction(self._conn, error))
         finally:
             self._pool.putconn(self._conn)
