@@ -320,6 +320,10 @@ class Server:
     def tables(self, session: Session, values: Any) -> list[Any]:
         return []
 
+    def missing(self, session: Session, values: Any) -> list[Any]:
+        exist = {"publication": self.publication, "replication slot": self.slot is not None}
+        return [(f'{what} "of the test"',) for what, exists in exist.items() if not exists]
+
     def drop_publication(self, session: Session, values: Any) -> list[Any]:
         self.publication = False
         return []
@@ -484,6 +488,7 @@ _ANSWERS: Sequence[tuple[str, Callable[[Server, Session, Any], Any]]] = (
     ("pg_advisory_lock", Server.lock),
     ("CREATE PUBLICATION", Server.create_publication),
     ("pg_publication_tables", Server.tables),
+    ("SELECT format('publication", Server.missing),
     ("FROM pg_catalog.pg_publication WHERE", Server.check_existing),
     ("DROP PUBLICATION", Server.drop_publication),
     ("CREATE_REPLICATION_SLOT", Server.create_slot),

@@ -6,7 +6,7 @@ import asyncio
 import re
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ import pytest
 from tests.servers import require_server
 
 from moored.embedded import SyncEmbeddedPostgres
-from moored.postgres import Changes, ConfigurationError, Postgres, Reset
+from moored.kernel import Recorder
+from moored.postgres import Changes, ConfigurationError, History, Postgres, Reset, StreamEnded
+from moored.postgres._settings import Settings
+from moored.postgres.consume import Hub, Publisher, StateStore
+from moored.postgres.server import diagnose
 from moored.testing import scaled
 
 from .conftest import MakePostgres, Sql
@@ -364,6 +368,21 @@ async def test_a_missing_publication_is_noticed_without_a_change_of_a_table(
         await until(mirror.agrees)
 
 
+async def test_a_missing_publication_is_noticed_without_a_change_and_without_named_tables(
+    make: MakePostgres, sql: Sql
+) -> None:
+    add = "alter publication {} add table orders"
+    async with make() as pg, pg.changes() as changes:
+        await pg.wait_until_active(LIMIT)
+        name = pg.settings.publication_name
+        await run(sql, add.format(name), "insert into orders values (1, 'x')")
+        assert ids(await following(changes)) == [1]
+        await run(sql, f"drop publication {name}")
+        assert "the publication does not exist" in (await next_reset(changes)).reason
+        await run(sql, add.format(name), "insert into orders values (2, 'x')")
+        assert ids(await following(changes)) == [2]
+
+
 @pytest.mark.parametrize("manual", [False, True], ids=["own", "manual"])
 async def test_a_missing_publication_that_was_created_again_is_a_reset(
     make: MakePostgres, sql: Sql, streamed_url: str, manual: bool
@@ -445,6 +464,21 @@ async def test_a_slot_dropped_while_it_is_streamed_is_a_reset(
         assert "slot was missing" in mirror.resets[0]
         await run(sql, "insert into orders values (2, 'x')")
         await until(mirror.agrees)
+
+
+async def test_the_check_of_the_publication_finds_a_missing_slot(
+    streamed_url: str, sql: Sql, tmp_path: Path
+) -> None:
+    """A slot that is read cannot be dropped: this is for a stream whose loss was not noticed."""
+    settings = Settings(database_url="", replication_url="", state_dir=tmp_path, stream_id="gone")
+    await run(sql, f"create publication {settings.publication_name}")
+    with closing(StateStore(tmp_path / "state.db")) as store:
+        hub = Hub(store, Recorder())
+        hub.begin(History("1", 1), 1000)
+        async with hub.attach("c"), await psycopg.AsyncConnection.connect(streamed_url) as conn:
+            with pytest.raises(StreamEnded, match='slot "moored_slot_gone" does not exist') as end:
+                await Publisher(hub, settings).publish(conn)
+    assert diagnose(end.value).type == "missing_slot"
 
 
 async def test_a_renamed_table_is_reported_and_continues_when_it_is_renamed_back(

@@ -8,7 +8,16 @@ from psycopg import sql
 
 from ._tables import Table
 
-__all__ = ["CATALOG", "ENTRIES", "by_hand", "full_identity", "lock_mode", "options_for"]
+__all__ = ["CATALOG", "ENTRIES", "MISSING", "by_hand", "full_identity", "lock_mode", "options_for"]
+
+#: The publication or the slot, if it does not exist.
+MISSING = """
+SELECT format('publication "%%s"', %(publication)s::text)
+WHERE NOT EXISTS (SELECT 1 FROM pg_publication WHERE pubname = %(publication)s)
+UNION ALL
+SELECT format('replication slot "%%s"', %(slot)s::text)
+WHERE NOT EXISTS (SELECT 1 FROM pg_replication_slots WHERE slot_name = %(slot)s)
+"""
 
 #: The named tables, and optionally all published ones, in the order in which they are locked.
 CATALOG = """

@@ -1,5 +1,6 @@
 """Keep the tables of consumers published, and detect when one was not.
 
+Each call also checks that publication and slot exist; without one of them, the stream ends.
 One catalog query covers the tables of all consumers. A table that is not published, or is not the
 one that its consumer follows, is locked, added to the publication, and confirmed under the lock;
 only then does its consumer get a `Reset`. A consumer that copies the table then finds all later
@@ -24,7 +25,15 @@ from .._settings import Settings
 from ..server import _admin, uncancelled
 from ._consumer import Changes
 from ._hub import Hub
-from ._publication_sql import CATALOG, ENTRIES, by_hand, full_identity, lock_mode, options_for
+from ._publication_sql import (
+    CATALOG,
+    ENTRIES,
+    MISSING,
+    by_hand,
+    full_identity,
+    lock_mode,
+    options_for,
+)
 from ._tables import Followed, Table, parse_table
 
 __all__ = ["Publisher"]
@@ -56,7 +65,7 @@ class Publisher:
 
     def __init__(self, hub: Hub, settings: Settings) -> None:
         self._hub = hub
-        self._publication = settings.publication_name
+        self._publication, self._slot = settings.publication_name, settings.slot_name
         self._manual = settings.manual_publication
         # A publication that the user has named may have others who use it.
         self._removes = not settings.manual_publication and not settings.publication
@@ -84,9 +93,10 @@ class Publisher:
         self, conn: Connection, consumers: Consumers
     ) -> tuple[Found, set[str]]:
         """Publish tables; return all tables as they are afterwards, and the locked ones."""
+        query = {"publication": self._publication, "slot": self._slot}
+        for (missing,) in await _admin.rows(conn, MISSING, **query):
+            raise StreamEnded(f"the {missing} does not exist")
         found = await self._query_tables(conn, consumers)
-        if any(not table.publication for table in found.values()):
-            raise StreamEnded(f'publication "{self._publication}" does not exist')
         if self._removes and (unused := self._hub.unused(found.values())):
             await self._remove(conn, unused)
         unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
