@@ -15,6 +15,7 @@ CASES = [
     ("import moored.rpc.milvus", "pymilvus", "milvus"),
     ("import moored.rpc.prometheus", "prometheus_client", "service"),
     ("import moored.service", "starlette", "service"),
+    ("import moored.otel", "opentelemetry", "otel"),
     ("import moored.postgres.prometheus", "prometheus_client", "service"),
     ("import moored.reservoir.prometheus", "prometheus_client", "service"),
     ("import moored.sessions.prometheus", "prometheus_client", "service"),
