@@ -52,11 +52,11 @@ def with_litestar(app: App) -> Any:
 
 def with_django(app: App) -> Any:
     # Django has no lifespan of its own: Starlette runs the app, and passes the rest on.
-    import django
-    from django.conf import settings
-    from django.core.asgi import get_asgi_application
-    from django.http import HttpResponse
-    from django.urls import path
+    import django  # type: ignore[import-untyped]
+    from django.conf import settings  # type: ignore[import-untyped]
+    from django.core.asgi import get_asgi_application  # type: ignore[import-untyped]
+    from django.http import HttpResponse  # type: ignore[import-untyped]
+    from django.urls import path  # type: ignore[import-untyped]
 
     if not settings.configured:
         settings.configure(ALLOWED_HOSTS=["127.0.0.1"], ROOT_URLCONF=__name__)

@@ -223,7 +223,7 @@ async def test_secrets_are_compared_in_constant_time(monkeypatch: pytest.MonkeyP
         compared.append((one, other))
         return secrets.compare_digest(one, other)
 
-    monkeypatch.setattr(_auth.hmac, "compare_digest", compare)
+    monkeypatch.setattr(hmac, "compare_digest", compare)
     async with running(admin_token=TOKEN) as app, client(app.asgi) as asking:
         wrong = {"Authorization": "Bearer a-token-of-twenty-characterX"}
         assert (await asking.get("/v1/status", headers=wrong)).status_code == 401

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from uuid import UUID
 
 import httpx
@@ -24,7 +24,8 @@ from tests.rpc.servers import EchoServer
 from tests.servers import free_port
 from tests.service.support import clean_environment
 
-from moored.broker.client import ReceivedEvent, StreamReset, follow
+from moored.broker import StreamReset
+from moored.broker.client import ReceivedEvent, follow
 from moored.embedded import SyncEmbeddedPostgres
 from moored.testing import base_seed, scaled
 from moored.testing.demo import DemoServer
@@ -155,11 +156,11 @@ async def status_when(
     asking: httpx.AsyncClient, condition: Callable[[dict[str, Any]], bool]
 ) -> dict[str, Any]:
     """Return the first status that satisfies a condition."""
-    deadline, status = time.monotonic() + LIMIT, dict[str, Any]()
+    deadline, status = time.monotonic() + LIMIT, None
     while time.monotonic() < deadline:
         await asyncio.sleep(0.25)
         try:
-            status = (await asking.get("/v1/status")).json()
+            status = cast(dict[str, Any], (await asking.get("/v1/status")).json())
             if condition(status):
                 return status
         except (httpx.TransportError, KeyError):
@@ -169,11 +170,8 @@ async def status_when(
 
 def at_rest(status: dict[str, Any]) -> bool:
     """Whether everything is connected."""
-    return (
-        status["status"] == "active"
-        and status["broker"]["subscribers"] == SUBSCRIBERS
-        and status["probe"]["online"] == SESSIONS
-    )
+    now = status["status"], status["broker"]["subscribers"], status["probe"]["online"]
+    return now == ("active", SUBSCRIBERS, SESSIONS)
 
 
 async def soak(
