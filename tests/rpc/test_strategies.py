@@ -747,14 +747,14 @@ def test_strategy_follows_the_primary_and_never_returns_to_an_old_one() -> None:
 
 
 def accepts_every_topology(self: TopologyMixin, topology: Topology) -> bool:
-    self._known = topology
+    self.topology = topology
     return True
 
 
 def accepts_unusable_topologies(self: TopologyMixin, topology: Topology) -> bool:
-    if self._known is not None and topology.version <= self._known.version:
+    if self.topology is not None and topology.version <= self.topology.version:
         return False
-    self._known = topology
+    self.topology = topology
     return True
 
 

@@ -45,15 +45,8 @@ from ._strategies import (
 )
 from .calls._intercept_async import intercept_aio_channel
 from .calls._retry import AsyncRetryInterceptor, RetryInterceptor, retry_on_rpc_failure
-from .topology import (
-    CallableTopology,
-    Capability,
-    DnsTopology,
-    HttpTopology,
-    Member,
-    StaticTopology,
-    Topology,
-)
+from .topology._sources import CallableTopology, DnsTopology, HttpTopology, StaticTopology
+from .topology._topology import Capability, Member, Topology
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Channels, managers, configuration

@@ -119,8 +119,6 @@ class Background:
                     self._tasks.start(self._refresh(managed))
                 case ShellAct.CLOSE:
                     self._close(managed)
-                case _:  # SWAP and DISCARD are carried out by `_arrive`, which has the channel
-                    raise AssertionError(action)
 
     def _wake(self, managed: Managed) -> None:
         """Wake the waiting callers; each checks the state of the connection itself."""
@@ -287,8 +285,7 @@ class Background:
 
     async def _arrive(self, managed: Managed, attempt: int, channel: Any) -> None:
         address = getattr(managed.strategy, "address", None) or managed.config.address
-        first, *actions = managed.core.dialled(attempt, self._clock.monotonic())
-        if first.act is not ShellAct.SWAP:
+        if (actions := managed.core.dialled(attempt, self._clock.monotonic())) is None:
             await self._discard(channel)
             return
         self._count_move(managed, address)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
-from ._counters import Counters, total_of
+from ._counters import Counters
 from ._managed import ManagedConnection
 
 __all__ = ["ConnectionTable"]
@@ -86,13 +87,16 @@ class ConnectionTable:
     def statistics(self, now: float) -> dict[str, Any]:
         """Return the result of `get_stats()`."""
         lines = [managed.statistics(now) for managed in self]
+        total = Counters()
+        for each in self.counters.values():
+            total.add(each)
         dedicated = sum(line["dedicated"] for line in lines)
         return {
             "total_connections": len(lines),
             "shared_connections": len(lines) - dedicated,
             "dedicated_connections": dedicated,
             "connections": lines,
-            "counters": total_of(self.counters.values()).as_dict(),
+            "counters": asdict(total),
         }
 
     def __iter__(self) -> Iterator[Managed]:

@@ -67,8 +67,6 @@ class ShellAct(Enum):
     DIAL = "open a channel, as this attempt"
     PROBE = "check with a call whether the server answers"
     CHECK = "check whether the connection of this generation is alive"
-    SWAP = "make the channel of the attempt current, and retire the old one"
-    DISCARD = "close the channel of the attempt, which was abandoned"
     WAKE = "wake the waiting callers"
     SET_TIMER = "call `due` after a delay"
     CANCEL_TIMER = "cancel the timer"
@@ -215,7 +213,7 @@ class ConnectionCore:
         self.counters.probes_healthy += 1
         self.machine.move("ready/serving", cause="the server answers")
         self.last_used_at = now
-        return self._arrived([])
+        return self._arrived()
 
     def broken(
         self, generation: int, cause: BaseException | str, now: float, *, connected: bool = False
@@ -262,24 +260,24 @@ class ConnectionCore:
         self.machine.move("ready/renewing", cause="the channel is old")
         return self._begin(now)
 
-    def dialled(self, attempt: int, now: float) -> Actions:
-        """The attempt has succeeded: its channel is connected."""
+    def dialled(self, attempt: int, now: float) -> Actions | None:
+        """The attempt has succeeded; None if it was abandoned: its channel must be closed."""
         if not self._is_current(attempt):
-            return [ShellAction(ShellAct.DISCARD, attempt)]
+            return None
         self.generations.next()
         self.counters.connects += 1
         self.counters.renewals += self.machine.step == "renewing"
         self._since = now
         self.last_used_at = now
         self.machine.move("ready/serving", cause=f"generation {self.generation} is connected")
-        return self._arrived([ShellAction(ShellAct.SWAP, attempt)])
+        return self._arrived()
 
     def kept(self, attempt: int, now: float) -> Actions:
         """The strategy has decided to keep the connection."""
         if not self._is_current(attempt) or self.generation == 0:
             return []
         self.machine.move("ready/serving", cause="the strategy keeps the connection")
-        return self._arrived([])
+        return self._arrived()
 
     def failed(
         self, attempt: int, error: BaseException, now: float, verdict: Verdict = Verdict.RETRY
@@ -380,6 +378,6 @@ class ConnectionCore:
         self._tried_at = now
         return [ShellAction(ShellAct.DIAL, self._attempt)]
 
-    def _arrived(self, actions: Actions) -> Actions:
+    def _arrived(self) -> Actions:
         # The shell decrements `waiting` when it wakes the callers.
-        return [*actions, ShellAction(ShellAct.WAKE)] if self.waiting else actions
+        return [ShellAction(ShellAct.WAKE)] if self.waiting else []

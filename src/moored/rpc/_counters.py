@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 
-__all__ = ["Counters", "total_of"]
+__all__ = ["Counters"]
 
 
 def _count(text: str) -> int:
@@ -37,15 +36,3 @@ class Counters:
         """Add the numbers of other counters to these."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the counters by name."""
-        return asdict(self)
-
-
-def total_of(counters: Iterable[Counters]) -> Counters:
-    """Return the sum of counters."""
-    total = Counters()
-    for each in counters:
-        total.add(each)
-    return total

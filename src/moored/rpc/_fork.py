@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from moored.kernel import LoopThread, at_fork
 
@@ -27,6 +27,9 @@ from ._channel_pool import lanes_of
 from ._clients import Clients
 from ._errors import ManagerClosed
 from ._live_channel import LiveChannel
+
+if TYPE_CHECKING:
+    from ._handler import Handler
 
 __all__ = [
     "GrpcVisit",
@@ -64,15 +67,6 @@ _DISABLED = (
 )
 # gRPC reads the variable once, too. Setting it to true does not help: the parent's calls may hang.
 _disabled = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in ("0", "false", "no", "off")
-
-
-class ForkHandler(Protocol):
-    """What a fork does with a handler for threads."""
-
-    def shut_gate(self) -> None: ...
-    def drain(self, timeout: float) -> bool: ...
-    def resume(self) -> None: ...
-    def reset(self) -> None: ...
 
 
 class GrpcVisit:
@@ -145,7 +139,7 @@ class _Gate:
 
 _gate = _Gate()
 #: All handlers for threads, also closed ones, whose calls may still be in flight.
-_handlers: Clients[ForkHandler] = Clients()
+_handlers: Clients[Handler] = Clients()
 _managers: Clients[Any] = Clients()
 #: Makes threads fork one after the other.
 _forking = threading.Lock()
@@ -159,7 +153,7 @@ _pause: _LoopPause | None = None
 _broken: str | None = None
 
 
-def register(handler: ForkHandler) -> None:
+def register(handler: Handler) -> None:
     """Keep a handler out of gRPC during forks, as long as it lives."""
     _handlers.add(handler)
 

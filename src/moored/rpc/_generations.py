@@ -13,8 +13,8 @@ loop) wait, notify waiters, and close channels. Invariants of both:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from time import monotonic
 from typing import Any, NoReturn, Self
@@ -30,7 +30,7 @@ from ._grpc_internals import has_connection
 from ._live_channel import LiveChannel
 from ._refusals import Refusals
 from ._secrets import Sent, secrets_of, trace
-from .calls._unsent import AsyncCallUnsent, CallUnsent, cannot_connect, unsent
+from .calls._unsent import AsyncCallUnsent, CallUnsent, cannot_connect, cut_off, unsent
 
 __all__ = ["GRACE", "WAIT_LIMIT", "Generations", "nothing"]
 
@@ -364,10 +364,17 @@ class Generations:
             self._retiring[live]()
         self._close_soon(live)
 
-    def _channel_closed(self, live: LiveChannel) -> None:
-        with self._lock:
-            self._retiring.pop(live, None)
-            self._notify()
+    @contextmanager
+    def _closing_channel(self, live: LiveChannel) -> Iterator[str]:
+        """Close a channel in this block, which gets the text for the calls that it aborts."""
+        try:
+            yield cut_off(live.address, self._closed)
+        except Exception:
+            log.exception("closing generation %d to %s failed", live.number, live.address)
+        finally:
+            with self._lock:
+                self._retiring.pop(live, None)
+                self._notify()
 
     def __reduce__(self) -> NoReturn:
         raise uncopied(self)

@@ -14,7 +14,6 @@ there is a generation (see `_pending_sync`).
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -35,11 +34,9 @@ from ._live_channel import LiveChannel
 from .calls._kinds import FourKinds
 from .calls._methods import thread_method
 from .calls._pending_sync import PendingCall, fail_pending, start_pending
-from .calls._unsent import CallUnsent, cut_off, from_finalizer
+from .calls._unsent import CallUnsent, from_finalizer
 
 __all__ = ["Handler", "call_later"]
-
-log = logging.getLogger("moored.rpc")
 
 Later = Callable[[float, Callable[[], None]], Callable[[], object]]
 
@@ -101,8 +98,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
 
     # -- for users -----------------------------------------------------------------------------
 
-    def _method(self, kind: str, *given: Any, **named: Any) -> Any:
-        return thread_method(self, kind, *given, **named)
+    _method = thread_method
 
     def subscribe(self, callback: Connectivity, try_to_connect: bool | None = False) -> None:
         """Add a connectivity callback, for the current connection and for those that follow it."""
@@ -187,7 +183,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
                 self._live = live
                 self._follow(None, live)
                 self._changed.notify_all()
-        start_pending(self)
+        self._start_pending()
 
     def reset(self) -> None:
         """Start anew in a forked child: inherited channels are neither used nor closed."""
@@ -283,11 +279,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     def _closing_handler(self) -> Handler:
         return Handler(address=self._address, grace=self._grace, later=self._later, now=self._now)
 
-    def _start_pending(self) -> None:
-        start_pending(self)
-
-    def _fail_pending(self, verdict: BaseException) -> None:
-        fail_pending(self, verdict)
+    _start_pending, _fail_pending = start_pending, fail_pending
 
     def _put(self, live: LiveChannel) -> None:
         if self._gated:
@@ -318,10 +310,5 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         self._later(0.0, partial(self._close_channel, live))
 
     def _close_channel(self, live: LiveChannel) -> None:
-        try:
-            with inside():
-                cut(live.channel, cut_off(live.address, self._closed))
-        except Exception:
-            log.exception("closing generation %d to %s failed", live.number, live.address)
-        finally:
-            self._channel_closed(live)
+        with self._closing_channel(live) as why, inside():
+            cut(live.channel, why)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any
@@ -24,11 +23,9 @@ from ._grpc_internals import cut_async, make_cuttable
 from ._live_channel import LiveChannel
 from .calls._kinds import FourKinds
 from .calls._methods import async_method
-from .calls._unsent import AsyncCallUnsent, cut_off
+from .calls._unsent import AsyncCallUnsent
 
 __all__ = ["AsyncHandler"]
-
-log = logging.getLogger("moored.rpc")
 
 
 class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[misc]
@@ -65,8 +62,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
 
     # -- for users -----------------------------------------------------------------------------
 
-    def _method(self, kind: str, *given: Any, **named: Any) -> Any:
-        return async_method(self, kind, *given, **named)
+    _method = async_method
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
         """Return the state of the connection: CONNECTING while there is none, IDLE if asleep."""
@@ -237,12 +233,8 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         self._closing.start(self._close_channel(live))
 
     async def _close_channel(self, live: LiveChannel) -> None:
-        try:
-            await cut_async(live.channel, cut_off(live.address, self._closed))
-        except Exception:
-            log.exception("closing generation %d to %s failed", live.number, live.address)
-        finally:
-            self._channel_closed(live)
+        with self._closing_channel(live) as why:
+            await cut_async(live.channel, why)
 
 
 def _error_of(call: Any) -> grpc.aio.AioRpcError:

@@ -24,14 +24,6 @@ from ._dial import make_aio_channel, make_channel
 from ._fork import inside
 from .topology._follower import Follower, HandlerFactory, Managed
 
-__all__ = [
-    "AsyncGlobalStrategy",
-    "AsyncRegularStrategy",
-    "ConnectionStrategy",
-    "GlobalStrategy",
-    "RegularStrategy",
-]
-
 # A unique number for each channel of the process, so that no two share a connection.
 _numbers = itertools.count(1)
 

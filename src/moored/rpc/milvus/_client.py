@@ -36,15 +36,6 @@ from ._wire import (
     refused_write,
 )
 
-__all__ = [
-    "AsyncMilvusClient",
-    "AsyncMilvusManager",
-    "MilvusClient",
-    "MilvusManager",
-    "MilvusRefused",
-    "MilvusUnreachable",
-]
-
 
 class MilvusUnreachable(ConnectFailed, MilvusException):  # type: ignore[misc]
     """There was no connection in time: an error of both packages."""

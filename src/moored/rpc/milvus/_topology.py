@@ -6,7 +6,8 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..topology import HttpTopology, Member, Topology
+from ..topology._sources import HttpTopology
+from ..topology._topology import Member, Topology
 
 __all__ = ["GLOBAL", "PORT", "MilvusTopology"]
 

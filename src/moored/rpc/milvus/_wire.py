@@ -259,22 +259,11 @@ class _AsyncIdentity(_IdentifierInterceptor, grpc.aio.UnaryUnaryClientIntercepto
                 return call
             error = _lost(reason)
         except grpc.aio.AioRpcError as failure:
-            error = _without_call(failure)
+            error = failure.with_traceback(None)
         # Drop the call: the error's frames would keep it, and a closed channel goes on connecting
         # while a call over it is referenced.
         del call
         raise error
-
-
-def _without_call(error: grpc.aio.AioRpcError) -> grpc.aio.AioRpcError:
-    """Return a copy of the error without the frames of a call."""
-    return grpc.aio.AioRpcError(
-        error.code(),
-        error.initial_metadata(),
-        error.trailing_metadata(),
-        error.details(),
-        error.debug_error_string(),
-    )
 
 
 # -- probes ----------------------------------------------------------------------------------------

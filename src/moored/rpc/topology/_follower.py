@@ -40,17 +40,12 @@ FetchTopology: TypeAlias = TopologySource | Callable[[], Found | Awaitable[Found
 class Managed(Protocol):
     """What a strategy reads of a managed connection."""
 
-    @property
-    def handler(self) -> Any:
-        """The handler, which the strategy closes at the end."""
-
-    @property
-    def config(self) -> ConnectionConfig:
-        """The user's configuration."""
-
-    @property
-    def address(self) -> str:
-        """The address of the current channel."""
+    #: The handler, which the strategy closes at the end.
+    handler: Any
+    #: The user's configuration.
+    config: ConnectionConfig
+    #: The address of the current channel.
+    address: str
 
 
 class Follower(TopologyMixin):

@@ -225,12 +225,8 @@ class TopologyMixin:
         #: The counters of topology fetches; a manager sets its own.
         self.counters = Counters()
         self._accepting = threading.Lock()
-        self._known: Topology | None = None
-
-    @property
-    def topology(self) -> Topology | None:
-        """The newest usable topology."""
-        return self._known
+        #: The newest usable topology.
+        self.topology: Topology | None = None
 
     def accept(self, topology: Topology) -> bool:
         """Replace the known topology by a newer one; return whether it was newer.
@@ -238,17 +234,17 @@ class TopologyMixin:
         A newer topology that is unusable raises `TopologyError` and changes nothing.
         """
         with self._accepting:
-            known = self._known
+            known = self.topology
             if known is not None and topology.version <= known.version:
                 return False
             for member in wanted(topology, self.role):
                 address_of(member)
-            self._known = topology
+            self.topology = topology
             return True
 
     def advise(self, in_use: str) -> Advice:
         """Return what to do with a connection to this address."""
-        known = self._known
+        known = self.topology
         if known is None:
             return Advice.UNKNOWN
         addresses = {address_of(member) for member in wanted(known, self.role)}
