@@ -21,6 +21,7 @@ CASES = [
     ("import moored.sessions.prometheus", "prometheus_client", "service"),
     ("import moored.broker.prometheus", "prometheus_client", "service"),
     ("import moored.broker.redis", "redis", "redis"),
+    ("import moored.leases.prometheus", "prometheus_client", "service"),
     ("import moored.broker.client", "httpx", "client"),
     ("from moored.broker import Jwt; Jwt('key')", "jwt", "jwt"),
     ("import moored.reservoir.sqlalchemy", "sqlalchemy", "sqlalchemy"),

@@ -50,6 +50,7 @@ def exposed() -> dict[str, set[str]]:
     pg = app.postgres(url)
     app.channel(nowhere)
     app.sessions()
+    app.leases("memory://")
     app.broker(pg.outbox, channels=["orders"])
     found = {"up": ADDED}
     service = app._make(Config(), ())
@@ -85,7 +86,16 @@ async def test_every_metric_and_label_exists() -> None:
         assert labels | shown <= set.union(*(known[each] for each in metrics)), expression
         checked |= metrics
     systems = {name.split("_")[1] for name in checked if name.startswith("moored_")}
-    assert systems >= {"active", "postgres", "reservoir", "outbox", "broker", "rpc", "sessions"}
+    assert systems >= {
+        "active",
+        "postgres",
+        "reservoir",
+        "outbox",
+        "broker",
+        "rpc",
+        "sessions",
+        "leases",
+    }
 
 
 @pytest.mark.parametrize(

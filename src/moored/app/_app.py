@@ -15,6 +15,7 @@ from ._parts import PartEntry
 
 if TYPE_CHECKING:
     from moored.broker import Authenticator, Broker
+    from moored.leases import Leases
     from moored.postgres import Postgres
     from moored.reservoir import AsyncConnectionPool
     from moored.sessions import Sessions
@@ -142,6 +143,28 @@ class App:
         sessions = Sessions(name=entry.name, recorder=self.recorder, **options)
         self._add(sessions_part(entry, sessions))
         return sessions
+
+    def leases(
+        self,
+        url: str,
+        *,
+        name: str = "leases",
+        required: bool = True,
+        after: Iterable[str] = (),
+        **options: Any,
+    ) -> Leases:
+        """Add a client of a lease store, for `leases=` of pools and sessions and for your own use.
+
+        Add it before the parts that use it. `options` are those of `moored.leases.connect`.
+        """
+        from moored.leases import connect
+
+        from ._systems import leases_part
+
+        entry = self._entry(name, required, after)
+        client = connect(url, name=entry.name, recorder=self.recorder, **options)
+        self._add(leases_part(entry, client))
+        return client
 
     def broker(
         self,

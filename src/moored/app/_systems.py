@@ -14,6 +14,8 @@ from moored.broker import Broker, BrokerApp
 from moored.broker.postgres import OutboxEvents
 from moored.broker.prometheus import BrokerCollector
 from moored.kernel import Child, Context, Tree, counted, describe
+from moored.leases import Leases
+from moored.leases.prometheus import LeasesCollector
 from moored.postgres import ConfigurationError, Outbox, Postgres
 from moored.reservoir import AsyncConnectionPool
 from moored.reservoir.prometheus import ReservoirCollector
@@ -37,7 +39,10 @@ RECONNECTING = 3.0
 #: Sessions in the tree: there may be thousands.
 SHOWN_SESSIONS = 5
 
-__all__ = ["broker_part", "pool_part", "postgres_part", "sessions_part", "source_options"]
+__all__ = [
+    *("broker_part", "leases_part", "pool_part", "postgres_part", "sessions_part"),
+    "source_options",
+]
 
 
 class _Openable(Protocol):
@@ -134,6 +139,23 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         judge,
         collector=lambda: SessionsCollector(sessions),
         mounts={f"{SESSIONS_PATH}/{entry.name}": sessions_routes(sessions)},
+    )
+
+
+def leases_part(entry: PartEntry, leases: Leases) -> Part:
+    """Return a part that keeps a client of a lease store open."""
+
+    def judge() -> Judgement:
+        state = repr(leases).strip("<>").partition(": ")[2]
+        return ("active" if leases.statistics().available else "degraded"), state
+
+    return system_part(
+        entry,
+        "leases",
+        lambda: leases,
+        Shown(lambda: leases.statistics()._asdict(), lambda: "{}\n  because  {}".format(*judge())),
+        judge,
+        collector=lambda: LeasesCollector(leases),
     )
 
 

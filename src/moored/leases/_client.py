@@ -278,6 +278,11 @@ class Leases:
         )
 
     @property
+    def name(self) -> str:
+        """The name of this client in the recorder and in metrics."""
+        return self._name
+
+    @property
     def recorder(self) -> Recorder:
         """The recorder of this client's events and their causes."""
         return self._recorder
