@@ -12,11 +12,13 @@ from rich.console import Console
 
 from moored.cli import main
 from moored.cli._doctor import _show
-from moored.postgres import ConfigurationError, Postgres
+from moored.postgres import Postgres
 from moored.postgres.doctor import CHECKS, Check, Finding, _publication, _server, examine
 from moored.postgres.doctor._check import Examined
 from moored.postgres.server import _admin
+from moored.postgres.server._faults import FAULTS
 
+from .plants import PLANTS, Plant
 from .world import PASSWORD, World
 
 LIMIT = 30.0
@@ -64,7 +66,7 @@ def test_a_healthy_database_exits_with_0(world: World, capsys: Output) -> None:
     assert main(["doctor", world.url]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"database_url: PostgreSQL {world.server.version} at ")
-    assert last == "0 findings, 0 of which stop Moored"
+    assert last == "0 findings: 0 stop Moored"
 
 
 def test_a_warning_exits_with_0_and_a_statement_stays_on_one_line(
@@ -78,7 +80,7 @@ def test_a_warning_exits_with_0_and_a_statement_stays_on_one_line(
     assert main(["doctor", world.url]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert f"ALTER TABLE public.{name} REPLICA IDENTITY FULL;" in lines
-    assert lines[-1] == "1 finding, 0 of which stop Moored"
+    assert lines[-1] == "1 finding: 0 stop Moored"
 
 
 async def test_the_worst_finding_comes_first(world: World) -> None:
@@ -118,13 +120,33 @@ async def test_a_running_instance_has_no_finding(world: World, tmp_path: Path) -
     assert found.findings == []
 
 
-async def test_a_fatal_error_of_the_manager_names_the_doctor(world: World, tmp_path: Path) -> None:
-    world.run("alter role app noreplication")
-    async with Postgres(world.url, state_dir=tmp_path, pool_size=2) as pg:
-        with pytest.raises(
-            ConfigurationError, match="`moored doctor URL` checks this and the rest"
-        ):
-            await pg.wait_until_active(LIMIT)
+NAMED = [
+    plant
+    for plant in PLANTS
+    if plant.name
+    in (
+        "no_replication_privilege",
+        "no_create_privilege",
+        "no_slot_left",
+        "slot_of_another_program",
+        "wrong_password",
+    )
+]
+
+
+@pytest.mark.parametrize("plant", NAMED, ids=[plant.name for plant in NAMED])
+async def test_an_error_of_the_manager_names_the_finding(
+    world: World, tmp_path: Path, plant: Plant
+) -> None:
+    url = plant.plant(world).get("database_url", world.url)
+    (finding,) = (await examine(url)).findings
+    async with Postgres(url, state_dir=tmp_path, pool_size=2) as pg, asyncio.timeout(LIMIT):
+        while f"`moored doctor URL` reports it as {finding.check}" not in pg.explain():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+def test_errors_name_checks_that_exist() -> None:
+    assert {fault.check for fault in FAULTS} - {""} <= {check.name for check in CHECKS}
 
 
 async def test_a_check_without_an_answer_does_not_stop_the_others(

@@ -70,4 +70,5 @@ def _show(console: Console, found: Examination) -> None:
     if found.findings:
         console.print(rows)
     stops = sum(each.severity is Severity.STOPS for each in found.findings)
-    console.print(Text(f"{counted(len(found.findings), 'finding')}, {stops} of which stop Moored"))
+    stop = f"{stops} stop{'s' if stops == 1 else ''} Moored"
+    console.print(Text(f"{counted(len(found.findings), 'finding')}: {stop}"))

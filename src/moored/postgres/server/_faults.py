@@ -51,6 +51,8 @@ class Fault(NamedTuple):
     #: … or an error without a SQLSTATE whose message contains one of these phrases (lower case).
     words: tuple[str, ...] = ()
     errnos: tuple[int, ...] = ()
+    #: The check of the doctor that finds it.
+    check: str = ""
 
     def matches(self, state: str | None, text: str, number: int | None) -> bool:
         """Return whether the rule matches an error's SQLSTATE, lower-case text and errno."""
@@ -71,17 +73,19 @@ class Diagnosis(NamedTuple):
     message: str
     #: What to do about it.
     remedy: str
+    #: The check of the doctor that finds it.
+    check: str = ""
 
     def __str__(self) -> str:
         if not self.remedy:
             return self.message
-        fatal = self.verdict is FaultVerdict.FATAL
-        doctor = "; `moored doctor URL` checks this and the rest" if fatal else ""
+        doctor = f"; `moored doctor URL` reports it as {self.check}" if self.check else ""
         return f"{self.message}: {self.remedy}{doctor}"
 
 
 _RETRY, _FATAL, _DROP = FaultVerdict.RETRY, FaultVerdict.FATAL, FaultVerdict.DROP_SLOT
-_retry, _fatal, _drop = partial(Fault, _RETRY), partial(Fault, _FATAL), partial(Fault, _DROP)
+_retry, _drop = partial(Fault, _RETRY), partial(Fault, _DROP)
+_fatal = partial(Fault, _FATAL, check="reachability")
 
 FAULTS: tuple[Fault, ...] = (
     _drop(
@@ -111,6 +115,7 @@ FAULTS: tuple[Fault, ...] = (
         "restart the server",
         general=("55000",),
         words=("logical decoding requires", "wal_level"),
+        check="wal_level",
     ),
     _fatal(
         "insufficient_privileges",
@@ -118,6 +123,7 @@ FAULTS: tuple[Fault, ...] = (
         "run ALTER ROLE … WITH REPLICATION (on RDS: GRANT rds_replication TO …)",
         general=("42501",),
         words=("wal sender", "walsender", "replication role", "replication attribute"),
+        check="replication_privilege",
     ),
     _fatal(
         "insufficient_privileges",
@@ -125,6 +131,7 @@ FAULTS: tuple[Fault, ...] = (
         "grant the privilege that the server's message names",
         states=("42501",),
         words=("permission denied", "must be owner", "must be superuser"),
+        check="",
     ),
     _fatal(
         "invalid_username_or_password",
@@ -214,6 +221,15 @@ FAULTS: tuple[Fault, ...] = (
         "raise max_replication_slots, or drop unused slots (pg_replication_slots)",
         general=("53400",),
         words=("all replication slots are in use",),
+        check="slots_left",
+    ),
+    _retry(
+        "insufficient_resources",
+        "all WAL senders of the server are in use",
+        "raise max_wal_senders",
+        general=("53300",),
+        words=("number of requested standby connections",),
+        check="senders_left",
     ),
     _retry(
         "insufficient_resources",
@@ -221,20 +237,21 @@ FAULTS: tuple[Fault, ...] = (
         "raise its CONNECTION LIMIT (ALTER ROLE, ALTER DATABASE), or use fewer connections",
         general=("53300",),
         words=("too many connections for role", "too many connections for database"),
+        check="connections_left",
     ),
     _retry(
         "insufficient_resources",
         "the connection limit of the server is reached",
-        "raise max_connections or max_wal_senders, or use fewer connections",
+        "raise max_connections, or use fewer connections",
         states=("53300", "53400"),
         words=(
             "too many clients",
             "too many connections",
             "remaining connection slots",
-            "number of requested standby connections",
             "no more connections allowed",
             "rate exceeded",
         ),
+        check="connections_left",
     ),
     _retry("disk_full", "the server's disk is full", "free disk space there", states=("53100",)),
     _retry(
@@ -277,6 +294,7 @@ FAULTS: tuple[Fault, ...] = (
         "the URL leads to a pooler: set replication_url to the server itself",
         states=("42601",),
         words=('at or near "create_replication_slot"', 'at or near "identify_system"'),
+        check="replication_connection",
     ),
     _retry(
         "missing_slot",
@@ -375,6 +393,7 @@ FAULTS: tuple[Fault, ...] = (
         "set replication_url to the server itself; database_url may lead to the pooler",
         general=("08P01",),
         words=("unsupported startup parameter: replication", "replication connections are not"),
+        check="replication_connection",
     ),
     _retry(
         "server_connection_crashed",
@@ -421,7 +440,7 @@ def diagnose(error: BaseException) -> Diagnosis:
         for fault in FAULTS:
             if fault.matches(state, whole, number):
                 happened = f"{fault.happened} ({_first_line(cause)})"
-                return Diagnosis(fault.type, fault.verdict, happened, fault.remedy)
+                return Diagnosis(fault.type, fault.verdict, happened, fault.remedy, fault.check)
     if isinstance(error, StreamEnded):
         return Diagnosis("connection_closed", _RETRY, text, "")
     if isinstance(error, TimeoutError):

@@ -233,7 +233,8 @@ class Setup:
             case Step.ACQUIRE_LOCK, "57014":
                 pass  # a statement timeout: request the lock again
             case Step.CREATE_PUBLICATION, "42501":
-                raise self._no_publication() from error
+                more = "; `moored doctor URL` reports it as create_privilege"
+                raise self._no_publication(more) from error
             # It was created, or dropped, since it was checked.
             case (Step.CREATE_PUBLICATION | Step.CREATE_SLOT, "42710") | (Step.DROP_SLOT, "42704"):
                 self._advance()
@@ -242,12 +243,12 @@ class Setup:
             case _:
                 raise error
 
-    def _no_publication(self) -> ConfigurationError:
+    def _no_publication(self, more: str = "") -> ConfigurationError:
         name = self._settings.publication_name
         return ConfigurationError(
             f"the publication {name} does not exist, and may not be created here: run "
             f"CREATE PUBLICATION {quoted(name)} as the database's owner; or GRANT CREATE ON "
-            "DATABASE to this user, without manual_publication"
+            f"DATABASE to this user, without manual_publication{more}"
         )
 
     def _check_slot(self, rows: Sequence[Row]) -> None:
@@ -256,7 +257,8 @@ class Setup:
         if ours not in (True, "t"):
             raise ConfigurationError(
                 f"the slot {slot} exists and does not belong to this stream ({kind}): slot names "
-                "are unique in the whole server, so choose another stream_id, or drop that slot"
+                "are unique in the whole server, so choose another stream_id, or drop that slot; "
+                "`moored doctor URL` reports it as slot_name"
             )
         if wal_status == "lost":
             raise SlotLost(f"the slot {slot} has lost WAL that it needs")
