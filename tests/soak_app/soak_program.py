@@ -137,6 +137,7 @@ async def probe(ctx: ComponentContext) -> None:
             "online": sum(each.state == "online" for each in accounts),
             "unhandled": unhandled,
             "results": results,
+            "recorder": app.recorder.statistics()._asdict(),
         }
 
     loop.set_exception_handler(lambda _, context: unhandled.append(str(context)))

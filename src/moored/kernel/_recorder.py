@@ -64,7 +64,7 @@ class RecorderStatistics(NamedTuple):
     recorded: int
     #: Events that can still be read.
     kept: int
-    #: Events dropped because of `size` or `max_components`.
+    #: Events dropped because of `size`, `max_components` or `max_events`.
     dropped: int
     #: Components that have events.
     components: int
@@ -88,16 +88,23 @@ class Recorder:
 
     `size` is the number of events kept for each component. `max_components` limits the number of
     components, which may be unbounded (one per account, for example); above it, the least recently
-    changed component is dropped, and counted.
+    changed component is dropped, and counted. `max_events` limits the number of all events: above
+    it, half of them are kept, an equal share for each component.
     """
 
     def __init__(
-        self, size: int = 256, *, max_components: int = 10_000, clock: Clock | None = None
+        self,
+        size: int = 256,
+        *,
+        max_components: int = 10_000,
+        max_events: int = 20_000,
+        clock: Clock | None = None,
     ) -> None:
-        checks = [("size", size), ("max_components", max_components)]
+        checks = [("size", size), ("max_components", max_components), ("max_events", max_events)]
         refuse("Recorder", unmet(*((*check, check[1] >= 1, "at least 1") for check in checks)))
         self._size = size
         self._max_components = max_components
+        self._max_events = max_events
         self._fixed_clock = clock
         self._clock_of: tuple[AbstractEventLoop | None, Clock] = (None, Clock.system())
         # Lists, cut from time to time to the newest `size` events: most components have few events,
@@ -107,6 +114,7 @@ class Recorder:
         self._ids = itertools.count(1)
         self._newest = 0
         self._forgotten = 0
+        self._held = 0  # events in all rings
         self._dropped_components = 0
         self._sinks: Observers[Event] = Observers("a recorder")
 
@@ -158,8 +166,12 @@ class Recorder:
         except KeyError:
             ring = self._open(component)
         ring.append(event)
+        self._held += 1
         if len(ring) > self._cut_at:
+            self._held -= len(ring) - self._size
             del ring[: -self._size]
+        if self._held > self._max_events:
+            self._trim()
         if self._sinks.callbacks:
             self._sinks.deliver(event)
         return event
@@ -197,6 +209,7 @@ class Recorder:
         """Remove all events of a component that no longer exists."""
         if (ring := self._rings.pop(component, None)) is not None:
             self._forgotten += len(self._kept(ring))
+            self._held -= len(ring)
 
     def subscribe(self, sink: Sink) -> Callable[[], None]:
         """Call the sink with each new event, in the recording thread; returns a function that
@@ -241,10 +254,18 @@ class Recorder:
     def _kept(self, ring: list[Event]) -> list[Event]:
         return ring[-self._size :]
 
+    def _trim(self) -> None:
+        """Keep at most half of `max_events`, an equal share for each component."""
+        rings = list(self._rings.values())
+        share = max(1, self._max_events // 2 // len(rings))
+        for ring in rings:
+            del ring[:-share]
+        self._held = sum(map(len, rings))
+
     def _open(self, component: str) -> list[Event]:
         ring = self._rings.setdefault(component, [])
         while len(self._rings) > self._max_components:
-            self._rings.popitem(last=False)
+            self._held -= len(self._rings.popitem(last=False)[1])
             self._dropped_components += 1
         return ring
 
