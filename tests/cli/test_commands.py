@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from tests.servers import free_port
 from tests.service.support import Running, moored, running, until
 
 from moored import __version__
@@ -124,6 +125,30 @@ def test_snapshot_writes_a_table_as_copy_does(
     assert rows == [[str(n), f"ware {n}"] for n in range(1, 100) if n % 7 < 5]
     assert main(["snapshot", "nothing", "--database-url", postgres_url]) == 2
     assert "nothing" in capsys.readouterr().err
+
+
+def test_snapshot_writes_several_tables_into_a_directory(
+    postgres_url: str, bare: Path, capsys: Output
+) -> None:
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        for table in ("wares", "bills"):
+            conn.execute(f"create table {table} (id int primary key)".encode())
+            conn.execute(f"insert into {table} select generate_series(1, 30)".encode())
+    tables = ["snapshot", "wares", "public.bills", "--database-url", postgres_url]
+    assert main(tables) == 2
+    assert "--output must be a directory" in capsys.readouterr().err
+    assert main([*tables, "--chunk-rows", "7", "-o", str(bare)]) == 0
+    for table in ("wares", "public.bills"):
+        lines = (bare / f"{table}.tsv").read_text().splitlines()
+        assert lines == [str(n) for n in range(1, 31)]
+    assert main([*tables, "missing", "-o", str(bare)]) == 2
+    assert "moored: the table missing does not exist" in capsys.readouterr().err
+
+
+def test_snapshot_reports_a_url_without_a_server_at_once(bare: Path, capsys: Output) -> None:
+    url = f"postgresql://app@127.0.0.1:{free_port()}/shop"
+    assert main(["snapshot", "orders", "--database-url", url]) == 2
+    assert "Connection refused" in capsys.readouterr().err
 
 
 def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: Output) -> None:

@@ -94,6 +94,7 @@ async def test_the_worst_finding_comes_first(world: World) -> None:
     text = console.file.getvalue()
     assert text.index("replication_privilege") < text.index("harmful_settings")
     assert "\x1b[" in text
+    assert text.endswith("3 findings: 1 stops Moored\n")
 
 
 @pytest.mark.parametrize("url", ["{wrong}", "{url}?sslmode=nonsense", "{url}?nonsense"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import psycopg
 import pytest
 
 from moored.postgres.doctor import CHECKS, Examination, _check, _server, examine
@@ -70,6 +71,15 @@ async def test_a_planted_problem_is_found_and_fixed(world: World, plant: Plant) 
 def test_every_check_has_a_planted_problem() -> None:
     planted = {check for plant in PLANTS for check in plant.checks}
     assert planted | {"server_version"} == {check.name for check in CHECKS}
+
+
+async def test_every_query_runs_on_the_newest_server(postgres_url: str) -> None:
+    """The other tests run with it only in `make soak`."""
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("create table log (line text); create publication newest for table log")
+    found = await examine(postgres_url, tables=["log"], publication="newest")
+    assert "could not be checked" not in str(found.findings)
+    assert "table_identity" in checks(found)
 
 
 # -- versions ------------------------------------------------------------------------------------
