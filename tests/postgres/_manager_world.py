@@ -71,7 +71,7 @@ class Instance:
 
     @property
     def fatal(self) -> bool:
-        return self.pg is not None and self.pg._fatal is not None
+        return self.pg is not None and self.pg.fatal is not None
 
     @property
     def running(self) -> bool:
@@ -554,7 +554,7 @@ class World:
         pg = instance.pg
         assert pg is not None
         told = [event.name for event in pg.last_events]
-        return pg.health.value == "failed" and bool(pg._fatal) and "config_error" in told
+        return pg.health.value == "failed" and bool(pg.fatal) and "config_error" in told
 
     def _why_not(self) -> str:
         server, lines = self.server, ["it has not come to rest:"]

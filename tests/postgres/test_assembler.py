@@ -69,7 +69,7 @@ def test_a_transaction_has_its_lsns_and_its_changes() -> None:
     assert committed.time == 5
     assert committed.commit_time == datetime(2000, 1, 1, 0, 0, 0, 5, tzinfo=UTC)
     assert committed.origin is None
-    assert len(committed) == 2
+    assert committed.body.count == 2
     assert rows(committed) == [[1, 2]]
 
 
@@ -234,7 +234,7 @@ def test_origins_of_a_real_server(recorder: Recorder) -> None:
             "insert into t select generate_series(1, 5000)",
         )
         recorder.run("select pg_replication_origin_session_reset()", "insert into t values (3)")
-        assert [(each.origin, len(each)) for each in recorder.transactions(slot)] == [
+        assert [(each.origin, each.body.count) for each in recorder.transactions(slot)] == [
             (None, 1),
             ("upstream", 1),
             ("upstream", 5000),

@@ -197,7 +197,7 @@ def test_a_transaction_in_a_file_has_the_same_changes(tmp_path: Path) -> None:
     (spilled,) = feed_all(messages, Assembler(lambda: Body(Shelf(tmp_path, spill_after=2000))))
     assert not kept.body.spilled
     assert spilled.body.spilled
-    assert len(kept) == len(spilled) == 200
+    assert kept.body.count == spilled.body.count == 200
     assert list(kept) == list(spilled)
     *_, last = spilled
     assert isinstance(last, Insert)

@@ -57,7 +57,7 @@ def stream(sizes: list[tuple[int, bool]]) -> list[bytes]:
 def told(committed: Committed) -> tuple[object, ...]:
     """All fields and changes of a transaction."""
     changes = [summary(change) for change in committed]
-    return committed.xid, committed.end_lsn, committed.body.size, len(committed), changes
+    return committed.xid, committed.end_lsn, committed.body.size, committed.body.count, changes
 
 
 def fed(assembler: Assembler, batch: list[bytes]) -> tuple[list[Committed], int]:

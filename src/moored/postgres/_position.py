@@ -18,6 +18,17 @@ class History(NamedTuple):
     def __str__(self) -> str:
         return f"{self.system_id}/{self.timeline_id}"
 
+    def difference(self, now: History) -> str | None:
+        """Return why positions of this history are not valid in another; None if it is the same."""
+        if now.system_id != self.system_id:
+            return f"this is another database (system {now.system_id} instead of {self.system_id})"
+        if now.timeline_id != self.timeline_id:
+            return (
+                f"the database is on timeline {now.timeline_id} instead of {self.timeline_id}: it "
+                "was restored to an earlier point, or a standby was promoted"
+            )
+        return None
+
 
 class Position(NamedTuple):
     """The end of a transaction in one history; its `str()` fits into any text column.

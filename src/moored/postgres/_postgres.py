@@ -150,7 +150,8 @@ class Postgres:
         self.clock = clock or Clock.current()
         self.recorder = recorder or Recorder(clock=self.clock)
         self._state = "new"
-        self._fatal: str | None = None
+        #: The text of a fatal error, which an operator must correct; None if there is none.
+        self.fatal: str | None = None
         #: The listener; None if it is turned off by `notify_url=""`. Use it after `open()`.
         self.listener = self._new_listener()
         #: The outbox in the schema `moored`, woken by the listener; its first consumer starts it,
@@ -219,7 +220,7 @@ class Postgres:
         return listener
 
     def _fail(self, text: str) -> None:
-        self._fatal = text
+        self.fatal = text
         log.error("%s", text)
         self._hub.end(ConfigurationError(text))
         if self.listener is not None:
@@ -332,8 +333,8 @@ class Postgres:
             [] if isinstance(consumer, str) else [f"consumer={consumer!r} must be a str"]
         )
         refuse("changes()", wrong + mistakes(tables))
-        if self._fatal is not None:
-            raise ConfigurationError(self._fatal)
+        if self.fatal is not None:
+            raise ConfigurationError(self.fatal)
         if isinstance(start, str):
             start = Position.parse(start)
         self._wake_soon()
@@ -478,11 +479,6 @@ class Postgres:
         """Whether `open()` was called, and not `close()`."""
         return self._state == "open"
 
-    @property
-    def fatal(self) -> str | None:
-        """The text of a fatal error, which an operator must correct; None if there is none."""
-        return self._fatal
-
     def status(self) -> Status:
         """Return the state of the connections, and of the consumers and their positions."""
         self._check_open()
@@ -493,7 +489,7 @@ class Postgres:
         """The health, as `/v1/health` of the service reports it."""
         if self._state != "open":
             return Health.FAILED
-        if self._fatal is not None:
+        if self.fatal is not None:
             return Health.FAILED
         found = self.monitor.status().health
         deaf = self.listener is not None and self.listener.is_open and not self.listener.up
@@ -511,15 +507,15 @@ class Postgres:
     async def _wait(self, predicate: Any, timeout: float | None) -> None:
         try:
             await self.monitor.wait_until(
-                lambda status: self._fatal is not None or predicate(status), timeout
+                lambda status: self.fatal is not None or predicate(status), timeout
             )
         except WaitTimeout as error:
             text = f"{error}; the current step: {WORDS[self.machine.step]}"
             if self._stack.outages.now is not None:
                 text += f"; the last failure: {self._stack.outages.now.last}"
             raise WaitTimeout(text) from None
-        if self._fatal is not None:
-            raise ConfigurationError(self._fatal)
+        if self.fatal is not None:
+            raise ConfigurationError(self.fatal)
 
     async def events(self) -> AsyncIterator[StackEvent]:
         """Yield events from now on: `ready`, `connection_lock_acquired`, `connection_error`, …"""
@@ -535,7 +531,7 @@ class Postgres:
             self._stack,
             self._restarter.manager,
             health=self.health,
-            fatal=self._fatal,
+            fatal=self.fatal,
             restarts=self._restarter.restarts,
         )
         parts = {"listener": self.listener, "outbox": self.outbox}

@@ -60,7 +60,6 @@ class Transaction:
     _attachment: Attachment
     _tables: frozenset[int] | None
     _history: History
-    _length: int | None = None
     #: Whether it was acknowledged, and the acknowledgement was valid.
     acknowledged: bool = False
 
@@ -102,9 +101,7 @@ class Transaction:
 
     def __len__(self) -> int:
         """Return the number of changes that iteration yields."""
-        if self._length is None:
-            self._length = self._committed.count(self._tables)
-        return self._length
+        return self._committed.count(self._tables)
 
     def __bool__(self) -> bool:
         return True  # also without changes, although len() is 0: it must be acknowledged

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .._lsn import Lsn
 from .._position import History
@@ -22,42 +23,36 @@ __all__ = ["Integrity"]
 log = logging.getLogger("moored.postgres")
 
 
+@dataclass
 class Integrity:
     """Compares the stored state with the server's, and resets the consumers if they differ."""
 
-    def __init__(
-        self, store: StateStore, hub: LogCollector, emit: Callable[[str, str], None]
-    ) -> None:
-        self._store = store
-        self._hub = hub
-        self._emit = emit
+    store: StateStore
+    hub: LogCollector
+    #: Emits an event: its name, and the details.
+    emit: Callable[[str, str], None]
 
     async def check(self, found: Findings) -> None:
         """Compare the stored state with the server's; reset all consumers if they differ."""
         history = History(found.system_id, found.timeline_id)
-        self._hub.reload()
-        known = self._store.history()
-        self._hub.adopted |= known is None and not found.slot_created
+        self.hub.reload()
+        known = self.store.history()
+        self.hub.adopted |= known is None and not found.slot_created
         reason = self.difference(known, history, found)
         if reason is not None:
-            self._emit("warning", reason)
-            await self._hub.reset(reason)
-        self._hub.check_starts(history, found)
-        if reason is not None or known != history or self._store.confirmed() is None:
-            await asyncio.to_thread(self._store.set_history, history, found.confirmed)
+            self.emit("warning", reason)
+            await self.hub.reset(reason)
+        self.hub.check_starts(history, found)
+        if reason is not None or known != history or self.store.confirmed() is None:
+            await asyncio.to_thread(self.store.set_history, history, found.confirmed)
 
     def difference(self, known: History | None, now: History, found: Findings) -> str | None:
         """Return why the stored state belongs to another history; None if it does not."""
-        confirmed, given_up = self._store.confirmed(), self._store.given_up()
+        confirmed, given_up = self.store.confirmed(), self.store.given_up()
         if known is None or given_up is not None:
             return given_up
-        if known.system_id != now.system_id:
-            return f"this is another database (system {now.system_id} instead of {known.system_id})"
-        if known.timeline_id != now.timeline_id:
-            return (
-                f"the database is on timeline {now.timeline_id} instead of {known.timeline_id}: it "
-                "was restored to an earlier point, or a standby was promoted"
-            )
+        if (other := known.difference(now)) is not None:
+            return other
         if found.slot_created:
             return "the replication slot was missing and was created again"
         if confirmed is not None and found.confirmed > confirmed:
@@ -74,8 +69,8 @@ class Integrity:
 
     def _furthest(self) -> Lsn:
         """Return the last LSN that is known to have existed."""
-        places = [saved.acknowledged for saved in self._store.consumers().values()]
-        known = [at for at in [self._store.confirmed(), *places] if at is not None]
+        places = [saved.acknowledged for saved in self.store.consumers().values()]
+        known = [at for at in [self.store.confirmed(), *places] if at is not None]
         return max(known, default=Lsn(0))
 
     async def forget(self, reason: str) -> None:
@@ -84,5 +79,5 @@ class Integrity:
         The `Reset` is not delivered before the next slot exists: a consumer that then takes a new
         copy of the tables finds all later changes in the stream.
         """
-        self._emit("warning", reason)
-        await asyncio.to_thread(self._store.give_up, reason)
+        self.emit("warning", reason)
+        await asyncio.to_thread(self.store.give_up, reason)

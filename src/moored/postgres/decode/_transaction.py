@@ -50,10 +50,6 @@ class Committed:
         """The time of the commit, by the server's clock."""
         return time_of(self.time)
 
-    def __len__(self) -> int:
-        """Return the number of changes."""
-        return self.body.count
-
     def known(self) -> Mapping[int, Relation]:
         """Return the descriptions of tables at its end."""
         if not self.body.described:

@@ -67,14 +67,8 @@ class OutboxState(NamedTuple):
 
     def refuses(self, cursor: Cursor) -> str | None:
         """Return why events may be missing after this cursor; None if none is."""
-        mine, its = self.history, cursor.history
-        if its.system_id != mine.system_id:
-            return f"this is another database (system {mine.system_id} instead of {its.system_id})"
-        if its.timeline_id != mine.timeline_id:
-            return (
-                f"the database is on timeline {mine.timeline_id} instead of {its.timeline_id}: it "
-                "was restored to an earlier point, or a standby was promoted"
-            )
+        if (other := cursor.history.difference(self.history)) is not None:
+            return other
         if cursor.place < self.floor:
             return "events after the cursor were dropped by the retention"
         if cursor.xid > self.xmax:
