@@ -112,6 +112,28 @@ def test_the_least_recently_changed_component_is_dropped_first(clock: FakeClock)
     assert statistics.dropped == 1
 
 
+def test_above_the_limit_of_all_events_each_component_keeps_an_equal_share(
+    clock: FakeClock,
+) -> None:
+    recorder = Recorder(max_events=40, clock=clock)
+    for component in ("a", "b"):
+        for number in range(20):
+            recorder.record(component, str(number))
+    assert recorder.statistics().kept == 40
+    recorder.record("a", "one more")
+    assert [event.text for event in recorder.events("a")][-2:] == ["19", "one more"]
+    assert [len(recorder.events(component)) for component in ("a", "b")] == [10, 10]
+    assert recorder.statistics().dropped == 21
+    # Events that a ring has replaced, and forgotten ones, do not count.
+    recorder.forget("b")
+    small = Recorder(2, max_events=40, clock=clock)
+    for recorded, component in ((recorder, "a"), (small, "c")):
+        for number in range(30):
+            recorded.record(component, str(number))
+    assert len(recorder.events("a")) == 40
+    assert len(small.events("c")) == 2
+
+
 def test_forgotten_events_do_not_count_as_dropped(recorder: Recorder) -> None:
     recorder.record("a", "1")
     recorder.forget("a")
