@@ -82,7 +82,9 @@ async def all_routes(app: App) -> list[tuple[str, str]]:
     return sorted(set(routes_of(access._app.routes)))
 
 
-async def raw(app: Any, path: str, kind: str = "http", **headers: str) -> dict[str, Any]:
+async def raw(
+    app: Any, path: str, kind: str = "http", client: str = "127.0.0.1", **headers: str
+) -> dict[str, Any]:
     """Send a request whose path is not normalized by a client; return the first answer."""
     given = {"host": "localhost", **headers}
     scope = {
@@ -95,7 +97,7 @@ async def raw(app: Any, path: str, kind: str = "http", **headers: str) -> dict[s
         "scheme": "http",
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
         "server": ("localhost", 80),
-        "client": ("127.0.0.1", 1),
+        "client": (client, 1),
         "subprotocols": [],
         "extensions": {},
     }
@@ -199,6 +201,16 @@ async def test_a_page_that_rebinds_its_name_to_this_host_is_refused(host: str) -
         for path in ("/", "/v1/status", "/metrics", "/v1/sessions/sessions/", "/v1/subscribe"):
             answer = await raw(app.asgi, path, host=host)
             assert answer["status"] == 421, (path, host)
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "10.0.0.1", "2001:db8::1", "0.0.0.0", "unknown"])
+async def test_without_a_token_only_clients_on_this_machine_have_access(address: str) -> None:
+    """An app that is mounted in another one may be public, and a Host header can be forged."""
+    async with running() as app:
+        for path in ("/", "/v1/status", "/metrics", "/v1/sessions/sessions/", "/login"):
+            assert (await raw(app.asgi, path, client=address))["status"] == 403, path
+            assert (await raw(app.asgi, path, client="::1"))["status"] != 403, path
+        assert (await raw(app.asgi, "/v1/health", client=address))["status"] == 200
 
 
 async def test_no_page_of_another_origin_may_read_a_route() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse, Response
@@ -21,6 +22,10 @@ LOGIN = "/login"
 WEBSOCKET = "WEBSOCKET"
 #: Methods that change nothing, and whose responses a page of another origin cannot read.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
+NO_TOKEN = (
+    "without an admin token only clients on this machine have access: set admin_token "
+    "(MOORED_ADMIN_TOKEN)"
+)
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 _SAFE = {
@@ -67,15 +72,14 @@ class AccessControl:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the app, or refuse it."""
         if scope["type"] == "http":
-            answer = self._check(_path(scope), scope["method"], Headers(scope=scope))
+            answer = self._check(scope, scope["method"])
             return await (answer or self._app)(scope, receive, _with_safe_headers(send))
-        if scope["type"] == "websocket" and self._check(
-            _path(scope), WEBSOCKET, Headers(scope=scope)
-        ):
+        if scope["type"] == "websocket" and self._check(scope, WEBSOCKET):
             return await send({"type": "websocket.close", "code": 1008})
         return await self._app(scope, receive, send)
 
-    def _check(self, path: str, method: str, headers: Headers) -> Response | None:
+    def _check(self, scope: Scope, method: str) -> Response | None:
+        path, headers = _path(scope), Headers(scope=scope)
         if sum(len(name) + len(value) for name, value in headers.raw) > MAX_HEAD:
             return refusal(431, "headers too large", f"send at most {MAX_HEAD} bytes of headers")
         if path in OPEN:
@@ -99,7 +103,9 @@ class AccessControl:
                 "the request comes from a web page of another host; if it is the name of a proxy, "
                 "add it to allowed_hosts (MOORED_ALLOWED_HOSTS)",
             )
-        if self._token is None or path == LOGIN or self._knows_token(self._token, headers):
+        if self._token is None:
+            return None if _on_this_machine(scope) else refusal(403, "no token", NO_TOKEN)
+        if path == LOGIN or self._knows_token(self._token, headers):
             return None
         if path == "/" and method in ("GET", "HEAD") and "text/html" in headers.get("accept", ""):
             return self._login_page()
@@ -113,6 +119,14 @@ class AccessControl:
             return _auth.same(given, token)
         session = _auth.session_of(headers.get("cookie"))
         return _auth.session_holds(token, session, now=self._wall())
+
+
+def _on_this_machine(scope: Scope) -> bool:
+    """Whether a client is on this machine; an app that is mounted in another one may be public."""
+    try:
+        return scope.get("client") is None or ip_address(scope["client"][0]).is_loopback
+    except ValueError:
+        return False
 
 
 def _path(scope: Scope) -> str:
