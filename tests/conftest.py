@@ -13,7 +13,7 @@ import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
 from tests.initdb_once import initdb_once, pytest_configure, pytest_unconfigure
-from tests.servers import empty_database
+from tests.servers import Databases
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import SECRETS
@@ -105,5 +105,5 @@ def postgres() -> Iterator[SyncEmbeddedPostgres]:
 @pytest.fixture
 def postgres_url(postgres: SyncEmbeddedPostgres) -> Iterator[str]:
     """The URL of an empty database for one test, on the server of the worker."""
-    with empty_database(postgres) as url:
+    with Databases.of(postgres).empty() as url:
         yield url
