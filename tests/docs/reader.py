@@ -28,6 +28,7 @@ from .pages import ROOT, all_blocks, page
 __all__ = ["Reader", "Terminal", "pattern"]
 
 LIMIT = 90.0
+INSTALL_LIMIT = 600.0
 #: At full scale the commands that install are run in a new environment; else they are left out.
 FRESH = scaled(100) >= 100
 _NUMBER = r"\d+(?:[.,]\d+)*"
@@ -124,10 +125,10 @@ class Terminal:
                 f"{self.script}\n{'ended' if done else 'still runs'}, and printed\n{self._printed}"
             )
 
-    def wait_ended(self) -> None:
+    def wait_ended(self, limit: float) -> None:
         """Wait until the script has ended, which must succeed."""
         with self._changed:
-            assert self._changed.wait_for(lambda: self.ended, timeout=LIMIT), self._printed
+            assert self._changed.wait_for(lambda: self.ended, timeout=limit), self._printed
         assert self._process.wait(LIMIT) == 0, f"{self.script}\nfailed with\n{self._printed}"
 
     def stop(self) -> None:
@@ -202,7 +203,7 @@ class Reader:
         if shown:
             terminal.wait_for("^" + pattern(shown))
         else:
-            terminal.wait_ended()
+            terminal.wait_ended(INSTALL_LIMIT)
 
     def _open(self, script: str) -> Terminal:
         self._terminals.append(Terminal(script, self._directory, self._environment, self._changed))

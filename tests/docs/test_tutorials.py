@@ -20,7 +20,7 @@ EXAMPLES = ("first-component", "insert-to-browser")
 PORTS = ("1883", "1884", "5433", "8089", "50051")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "name",
     [
