@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +15,7 @@ from typing import IO
 import httpx
 import pytest
 import uvicorn
+from tests.programs import Program
 from tests.service.support import clean_environment
 
 from moored.app import App, ComponentContext
@@ -38,19 +38,14 @@ async def {name}(ctx):
 @contextmanager
 def served(directory: Path, *arguments: str) -> Iterator[IO[str]]:
     """Run `moored serve` in a directory; yields its output. It must stop cleanly."""
-    command = [sys.executable, "-m", "moored.cli", "serve", "orders:app", "--port", "0", *arguments]
-    process = subprocess.Popen(
-        command, cwd=directory, env=clean_environment(), stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        yield process.stdout
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-        process.stdout.close()
+    command = ("moored.cli", "serve", "orders:app", "--port", "0", *arguments)
+    with Program(*command, cwd=directory, environ=clean_environment()) as program:
+        try:
+            yield program.stdout
+            program.send_signal(signal.SIGTERM)
+            assert program.wait(60) == 0
+        finally:
+            program.kill()
 
 
 def address(output: IO[str]) -> str:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import redis
@@ -16,23 +13,22 @@ from tests.broker import live_program
 from tests.broker.serving import ACME
 from tests.browser.chromium import Page
 from tests.leases.redis_server import RedisServer
+from tests.programs import Program
 from tests.servers import free_port, require_server
 
 #: What both clients have received: the shipped one, and the browser's own EventSource.
 LISTS = ("ol", "ul")
-ROOT = Path(__file__).parents[2]
 
 
 @contextmanager
 def running(port: int, url: str) -> Iterator[None]:
     """Run the program, and kill it at the end."""
-    command = [sys.executable, "-m", live_program.__name__, str(port), url]
-    with subprocess.Popen(command, cwd=ROOT) as process:
+    with Program(live_program.__name__, str(port), url) as program:
         try:
             until_it_answers(f"http://127.0.0.1:{port}/")
             yield
         finally:
-            process.kill()
+            program.kill()
 
 
 def received(by: str) -> str:
