@@ -16,7 +16,7 @@ from moored.sessions.storage._open import open_storage
 from moored.sessions.storage._records import Corruption, Records
 from moored.sessions.storage._sealed import Sealed
 from moored.sessions.storage._storage import Namespace
-from moored.testing import Sim, assert_caught, mutant, scaled, simulate
+from moored.testing import Sim, assert_caught, mutant, run_one, scaled, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -172,6 +172,25 @@ async def test_cancelled_caller_does_not_stop_its_update() -> None:
     await asyncio.sleep(0)
     task.cancel()
     assert await records.update(*RECORD, add(2)) == b"1,2,"
+
+
+async def change_that_fails_after_its_caller(sim: Sim) -> None:
+    class Full(DelayedStorage):
+        async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
+            await asyncio.sleep(1.0)
+            raise StorageError("the disk is full")
+
+    records = Records(Full(sim), "alice")
+    task = asyncio.create_task(records.put(*RECORD, b"1"))
+    await asyncio.sleep(0.5)
+    task.cancel()
+    await asyncio.wait((task,))
+    assert task.cancelled()
+    await records.close()
+
+
+def test_error_of_a_change_without_a_caller_is_retrieved() -> None:
+    run_one(change_that_fails_after_its_caller, 1)
 
 
 async def test_storage_error_fails_the_update() -> None:

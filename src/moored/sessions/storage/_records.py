@@ -54,7 +54,7 @@ class Corruption(NamedTuple):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Records:
-    """The records of one profile in a storage."""
+    """The records of one profile in a storage; any number of changes may wait for one record."""
 
     storage: Storage
     profile: str
@@ -141,6 +141,8 @@ class Records:
             self._changes, self._locks = Tasks(), WeakValueDictionary()
         locks = [self._locks.setdefault(place, asyncio.Lock()) for place in places]
         change = self._changes.start(_locked(locks, work))
+        # If its caller is cancelled, an error of the change is retrieved here.
+        change.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             return await asyncio.shield(change)
         except asyncio.CancelledError:
