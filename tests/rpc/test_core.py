@@ -26,7 +26,7 @@ def ready(now: float = 100.0) -> ConnectionCore:
     core = made()
     core.dialled(1, 0.0)
     core.waiting = 0
-    core.used(now)
+    core.last_used_at = now
     return core
 
 

@@ -77,7 +77,7 @@ def test_options_of_the_user_override_the_defaults(kind: Any) -> None:
     config = ConnectionConfig.from_uri("http://db:1", channel_options=given)
     options = channel_options(config, 7)
     assert len(options) == len(dict(options))
-    assert options[0] == ("grpc.keepalive_time_ms", 1)
+    assert dict(options)["grpc.keepalive_time_ms"] == 1
     assert dict(options)["mine"] == 2
     # Without this one, a new generation would inherit the backoff of the old.
     assert dict(options)["grpc.use_local_subchannel_pool"] == 1

@@ -138,7 +138,7 @@ class _LaneMethod:
         self._lanes = [(lane, getattr(lane.channel, kind)(*given, **named)) for lane in lanes]
 
     def _enter(self) -> tuple[Lane, Any]:
-        found = min(self._lanes, key=_under_way)
+        found = min(self._lanes, key=lambda each: len(each[0].calls))
         found[0].calls.append(None)
         return found
 
@@ -177,10 +177,6 @@ class _PoolStreamMethod(_PoolMethod):
 
     def __call__(self, *given: Any, **named: Any) -> Any:
         return self._begin("__call__", given, named)
-
-
-def _under_way(each: tuple[Lane, Any]) -> int:
-    return len(each[0].calls)
 
 
 # -- for asyncio -----------------------------------------------------------------------------------

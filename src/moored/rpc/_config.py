@@ -126,8 +126,8 @@ class ConnectionConfig:
         """The key by which connections are shared; it does not show the token."""
         options = {name: each for name, each in self.options.items() if each and name != "secure"}
         if "channel_options" in options:
-            options["channel_options"] = dict(options["channel_options"])
-        wire = (self.address, self.token, self.secure, self._identity, _frozen(options))
+            options["channel_options"] = sorted(dict(options["channel_options"]).items())
+        wire = (self.address, self.token, self.secure, self._identity, sorted(options.items()))
         digest = hashlib.blake2b(repr(wire).encode(), key=_SALT, digest_size=8)
         return f"{self.address}|{digest.hexdigest()}"
 
@@ -275,15 +275,6 @@ def _check_channel_options(given: Any) -> None:
             )
         if isinstance(value, int) and not -(2**31) <= value < 2**31:
             raise ConfigError(f"{name!r} in the option channel_options must fit into 32 bits")
-
-
-def _frozen(value: Any) -> Any:
-    """Return a value that is equal for equal options, whatever their order."""
-    if isinstance(value, Mapping):
-        return tuple(sorted((_frozen(name), _frozen(each)) for name, each in value.items()))
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(each) for each in value)
-    return repr(value)
 
 
 def redacted(uri: str) -> str:

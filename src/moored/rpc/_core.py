@@ -197,10 +197,6 @@ class ConnectionCore:
         """Whether the connection is closed."""
         return self.machine.phase == "closed"
 
-    def used(self, now: float) -> None:
-        """Note the time of a call."""
-        self.last_used_at = max(self.last_used_at, now)
-
     # -- events --------------------------------------------------------------------------------
 
     def probed(self, generation: int, healthy: bool, now: float) -> Actions:

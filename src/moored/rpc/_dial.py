@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -172,9 +172,7 @@ def make_aio_channel(
 
 def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str, Any]]:
     """Return the user's channel arguments, the defaults, and those that isolate a generation."""
-    given = config.options.get("channel_options") or ()
-    options = dict(given.items() if isinstance(given, Mapping) else given)
-    options = {**options, **{name: DEFAULTS[name] for name in DEFAULTS if name not in options}}
+    options: dict[str, Any] = {**DEFAULTS, **dict(config.options.get("channel_options") or ())}
     if config.options.get("server_name") and config.secure:
         options.setdefault("grpc.ssl_target_name_override", config.options["server_name"])
     options["grpc.use_local_subchannel_pool"] = 1
@@ -266,16 +264,13 @@ def close_unused(channel: Any) -> None:
         start_thread(partial(_close, channel), name="moored-rpc-close")
 
 
-def _is_aio(channel: Any) -> bool:
-    return isinstance(channel, grpc.aio.Channel)
-
-
 async def ended_call(channel: Any, ask: Any, request: Any = b"", **options: Any) -> Any:
     """Make a unary call over a channel of either kind; return it when it has ended.
 
     Awaiting it again returns its response, or raises its error.
     """
-    call = ask(request, **options) if _is_aio(channel) else _AwaitableCall(ask, request, options)
+    aio = isinstance(channel, grpc.aio.Channel)
+    call = ask(request, **options) if aio else _AwaitableCall(ask, request, options)
     try:
         await call.code()
     except asyncio.CancelledError:

@@ -236,7 +236,7 @@ class Generations:
         self._take()
         self._retiring = {}
         if self._refusals is not None:
-            self._refusals.abandon()
+            self._refusals.refreshing = False  # the refresh runs in the parent
 
     # -- calls ---------------------------------------------------------------------------------
 

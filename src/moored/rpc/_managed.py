@@ -97,7 +97,7 @@ class ManagedConnection(Generic[H]):
 
     def requested(self, now: float) -> Actions:
         """A caller requests the connection: see `ConnectionCore.requested`."""
-        self.core.used(self.last_used_at)
+        self.core.last_used_at = self.last_used_at  # with the times of calls
         return self.core.requested(now)
 
     def taken(self, client: object | None) -> None:

@@ -53,10 +53,6 @@ class Refusals:
             self.number += 1
         self._not_before = now + self._backoff.fail()
 
-    def abandon(self) -> None:
-        """Forget a refresh in progress: it runs in the parent of this forked process."""
-        self.refreshing = False
-
     @property
     def mended(self) -> bool:
         """Whether a refused call may be retried, with newer credentials."""

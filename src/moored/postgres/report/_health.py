@@ -19,16 +19,11 @@ CONDITIONS = (
     "supervisor_processes_ready",
     "integrity_checks_passed",
 )
-_CONNECTION = (
-    "replication_client_ready",
-    "admin_connection_pool_ready",
-    "snapshot_connection_pool_ready",
-    "integrity_checks_passed",
-)
+_POOLS = ("admin_connection_pool_ready", "snapshot_connection_pool_ready")
+_CONNECTION = ("replication_client_ready", *_POOLS, "integrity_checks_passed")
 _PERSISTENT = ("shape_log_collector_ready", "supervisor_processes_ready")
 #: The nodes of the supervision tree that own the connections, or lead to their owner.
 _OWNERS = ("connection", "manager", "connections", "replication")
-_POOLS = ("admin_connection_pool_ready", "snapshot_connection_pool_ready")
 
 
 class ConnectionState(Enum):

@@ -75,15 +75,11 @@ class Outages:
         at = self._clock.monotonic()
         current = None
         if self.now is not None:
-            current = _plain(self.now) | {
+            current = vars(self.now) | {
                 "took": at - self._since,
                 "next_try": max(0.0, self._next_try - at),
             }
         return {
             "outage": current,
-            "last_outage": None if self.before is None else _plain(self.before),
+            "last_outage": None if self.before is None else dict(vars(self.before)),
         }
-
-
-def _plain(outage: Outage) -> dict[str, Any]:
-    return dict(vars(outage))
