@@ -10,13 +10,13 @@ import pytest
 from tests.service.support import moored
 
 from moored.demo import _demo
-from moored.demo._demo import Demo
+from moored.demo._demo import DemoApp
 
 
 @contextmanager
-def built(directory: Path) -> Iterator[Demo]:
+def built(directory: Path) -> Iterator[DemoApp]:
     """Yield a demo that is not started."""
-    demo = Demo(directory)
+    demo = DemoApp(directory)
     try:
         yield demo
     finally:

@@ -18,18 +18,19 @@ from moored.reservoir import AsyncConnectionPool
 from moored.service import Config, ConfigError, is_loopback
 from moored.testing.demo import DemoServer as ChatServer
 
-from ._faults import Fault, Faults
-from ._load import CHANNEL, PROFILES, SIGN_IN_AFTER, Load
+from ._faults import DemoFault, Faults
+from ._load import CHANNEL, SIGN_IN_AFTER, Load
 from ._panel import faults_part
 from ._servers import EchoProcess, PostgresServer
 
-__all__ = ["Demo", "run_demo"]
+__all__ = ["DemoApp", "run_demo"]
 
 POOL = "demo pool"
 KILL_BACKENDS = """
 select pg_terminate_backend(pid) from pg_stat_activity
 where backend_type = 'walsender' or pid = (
-    select pid from pg_stat_activity where application_name = %s and state = 'idle' limit 1
+    select pid from pg_stat_activity where application_name = %s
+    order by state = 'idle' desc limit 1
 )
 """
 WELCOME = "this is the demo: open the address above in a browser, and break something"
@@ -46,14 +47,14 @@ def run_demo(config: Config) -> int:
     if config.sources.get("log_level", "default") == "default":
         config = replace(config, log_level="warning")  # the page shows the rest
     with TemporaryDirectory(prefix="moored-demo-") as directory:
-        demo = Demo(Path(directory))
+        demo = DemoApp(Path(directory))
         try:
             return demo.app.run(config)
         finally:
             demo.close()
 
 
-class Demo:
+class DemoApp:
     """All parts of the demo.
 
     :param directory: an empty directory for its data and sockets.
@@ -102,8 +103,8 @@ class Demo:
         for port in (*self._server.reserved, *([self._echo.reserved] if self._echo else [])):
             port.close()
 
-    def _faults(self) -> Iterator[Fault]:
-        yield Fault(
+    def _faults(self) -> Iterator[DemoFault]:
+        yield DemoFault(
             "kill-backends",
             "Kill backends",
             "Terminates the backend of the change stream, and one of the pool.",
@@ -111,20 +112,20 @@ class Demo:
             self._discards.noticed,
             healed=self._discards.replaced,
         )
-        yield Fault(
+        yield DemoFault(
             "restart-postgres",
             "Restart Postgres",
             "Shuts the server down. Its supervisor starts it again.",
             self._server.shut_down,
         )
-        yield Fault(
+        yield DemoFault(
             "black-hole",
             "Black-hole the direct path",
             "Change stream and listener lose every byte, without an error, until it is noticed.",
             self._server.proxy.black_hole,
             end=self._server.proxy.resume,
         )
-        yield Fault(
+        yield DemoFault(
             "expire-pool",
             "Expire the pool",
             "Every connection of the pool expires at once.",
@@ -133,13 +134,13 @@ class Demo:
             healed=self._discards.replaced,
         )
         if self._echo is not None:
-            yield Fault(
+            yield DemoFault(
                 "kill-grpc",
                 "Kill the gRPC server",
                 "SIGKILL to the server's process. Its supervisor starts another one.",
                 self._echo.kill,
             )
-        yield Fault(
+        yield DemoFault(
             "cut-sessions",
             "Cut all sessions",
             "The chat server aborts every link, without a reason.",
@@ -147,12 +148,12 @@ class Demo:
             self._missing_sessions,
             healed=lambda: not self.load.missing_sessions(),
         )
-        yield Fault(
+        yield DemoFault(
             "take-over",
             "Take over an account",
             "It signs in elsewhere, so its session must stay offline. The demo signs in again "
             f"after {SIGN_IN_AFTER:g} s.",
-            lambda: self._chat.take_over(random.choice(PROFILES)),
+            lambda: self._chat.take_over(random.choice(self._chat.online)),
             self._missing_sessions,
             healed=lambda: not self.load.missing_sessions(),
         )

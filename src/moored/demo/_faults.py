@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from moored.kernel import Context, Event, Tasks, awaited
 from moored.service import Wiring, costs_of
 
-__all__ = ["Fault", "Faults", "Recovery"]
+__all__ = ["DemoFault", "Faults", "Recovery"]
 
 T = TypeVar("T")
 
@@ -28,7 +28,7 @@ def _nothing() -> None:
 
 
 @dataclass(frozen=True)
-class Fault:
+class DemoFault:
     """Something that a button breaks."""
 
     #: The last part of its route.
@@ -49,7 +49,7 @@ class Fault:
 
 @dataclass
 class Recovery:
-    """The measured recovery from one fault; times are in seconds after the press."""
+    """The measured recovery from one fault; times are in seconds after the fault was struck."""
 
     fault: str
     title: str
@@ -67,7 +67,9 @@ class Faults:
     :param served_since: whether the load was served from end to end since a moment.
     """
 
-    def __init__(self, faults: Mapping[str, Fault], served_since: Callable[[float], bool]) -> None:
+    def __init__(
+        self, faults: Mapping[str, DemoFault], served_since: Callable[[float], bool]
+    ) -> None:
         self.faults = faults
         self._served_since = served_since
         self._recoveries: deque[Recovery] = deque(maxlen=SHOWN)
@@ -102,7 +104,7 @@ class Faults:
             await self._tasks.cancel()
 
     def press(self, name: str) -> bool:
-        """Strike a fault; returns False while another recovery is measured."""
+        """Strike a fault, when all parts are active; returns False while another is measured."""
         if self._ctx is None or len(self._tasks):
             return False
         fault = self.faults[name]
@@ -114,13 +116,15 @@ class Faults:
         if event.kind == "failure" and self._failure is None:
             self._failure = event
 
-    async def _measure(self, ctx: Context, fault: Fault, recovery: Recovery) -> None:
+    async def _measure(self, ctx: Context, fault: DemoFault, recovery: Recovery) -> None:
         clock, systems = self._wiring.clock, self._wiring.systems
-        before, pressed = costs_of(systems.values()), clock.monotonic()
-        self._failure = None
+        before = costs_of(systems.values())
         cause = ctx.record(f"pressed: {fault.title}")
         try:
             async with asyncio.timeout(LIMIT):
+                # Otherwise the recovery from an earlier failure would be measured.
+                await _until(lambda: self._wiring.monitor.status() == "active")
+                self._failure, pressed = None, clock.monotonic()
                 await awaited(fault.strike())
                 recovery.noticed, noticed_at = await _until(lambda: self._notice(fault))
                 recovery.noticed_after = noticed_at - pressed
@@ -144,7 +148,7 @@ class Faults:
         finally:
             recovery.cost = dict(costs_of(systems.values()) - before)
 
-    def _notice(self, fault: Fault) -> tuple[str, float] | None:
+    def _notice(self, fault: DemoFault) -> tuple[str, float] | None:
         """Return the first sign of the fault, and when it was seen."""
         if (event := self._failure) is not None:
             return (event.because[0] if event.because else event.text), event.at

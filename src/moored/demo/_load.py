@@ -19,7 +19,7 @@ from moored.sessions import Acked, Sessions, Text
 from moored.testing.demo import Demo as ChatProtocol
 from moored.testing.demo import DemoServer as ChatServer
 
-__all__ = ["CHANNEL", "PROFILES", "SIGN_IN_AFTER", "Load"]
+__all__ = ["CHANNEL", "SIGN_IN_AFTER", "Load"]
 
 PROFILES = tuple(f"account-{number:02}" for number in range(1, 21))
 TENANTS = ("11111111-1111-4111-8111-111111111111", "22222222-2222-4222-8222-222222222222")

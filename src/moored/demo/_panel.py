@@ -35,7 +35,7 @@ def faults_part(faults: Faults, notices: Sequence[str] = ()) -> Part:
             detail = f"there is no fault {name!r}; there are {known}"
             return JSONResponse({"error": "unknown fault", "detail": detail}, status_code=404)
         if not faults.press(name):
-            detail = f"the recovery from {faults.running!r} is being measured: try again after it"
+            detail = f"the recovery from {faults.running!r} is being measured: press again after it"
             return JSONResponse({"error": "busy", "detail": detail}, status_code=409)
         return JSONResponse({"pressed": name}, status_code=202)
 

@@ -1,0 +1,96 @@
+"""How a recovery is measured: with an app of one component, which breaks on command."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from moored.app import App, ComponentContext
+from moored.demo import _faults
+from moored.demo._faults import DemoFault, Faults
+from moored.demo._panel import faults_part
+from moored.service import Config
+from moored.testing import running_app
+
+LIMIT = 60.0
+
+
+class Lamp:
+    """A component that fails when it is broken, and a load that is served while it shines."""
+
+    def __init__(self) -> None:
+        self.broken = asyncio.Event()
+        self.served_after = 0.0
+        self.failed = 0
+
+    async def run(self, ctx: ComponentContext) -> None:
+        ctx.show(dict, costs=lambda: {"calls failed": self.failed})
+        await self.broken.wait()
+        self.broken.clear()
+        self.failed += 3
+        raise OSError("the filament broke")
+
+    def served_since(self, moment: float) -> bool:
+        return self.served_after > moment
+
+
+@asynccontextmanager
+async def faulty(lamp: Lamp, strike: Callable[[], object]) -> AsyncIterator[Faults]:
+    """Run the app; yield its faults, of which there is one."""
+    faults = Faults({"smash": DemoFault("smash", "Smash", "", strike)}, lamp.served_since)
+    app = App("house", config=Config())
+    app.component(name="lamp")(lamp.run)
+    app.add(faults_part(faults))
+    async with running_app(app, timeout=LIMIT):
+        yield faults
+
+
+async def until(found: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT):
+        while not found():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_recovery_ends_when_all_parts_are_active_and_the_load_is_served() -> None:
+    lamp = Lamp()
+
+    def now(faults: Faults) -> dict[str, Any]:
+        return dict(faults.statistics()["recoveries"][0])
+
+    async with faulty(lamp, lamp.broken.set) as faults:
+        assert faults.press("smash")
+        assert not faults.press("smash")  # one at a time
+        await until(lambda: now(faults)["noticed_after"] is not None)
+        assert now(faults)["noticed"] == "the filament broke (OSError)"
+        # The component is restarted, but nothing was served yet.
+        await asyncio.sleep(0.5)
+        assert now(faults)["healthy_after"] is None
+        assert faults.running == "smash"
+        lamp.served_after = float("inf")
+        await until(lambda: faults.running is None)
+        assert now(faults)["healthy_after"] >= now(faults)["noticed_after"] + 0.4
+        assert now(faults)["cost"] == {"calls failed": 3}
+        assert now(faults)["failed"] == ""
+
+
+@pytest.mark.parametrize(
+    ("strike", "reason"),
+    [
+        (lambda: None, "not healthy after 0.2 s"),
+        (lambda: 1 / 0, "the fault could not be struck: division by zero"),
+    ],
+)
+async def test_a_recovery_that_does_not_happen_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, strike: Callable[[], object], reason: str
+) -> None:
+    monkeypatch.setattr(_faults, "LIMIT", 0.2)
+    async with faulty(Lamp(), strike) as faults:
+        assert faults.press("smash")
+        await until(lambda: faults.running is None)
+        (recovery,) = faults.statistics()["recoveries"]
+        assert recovery["failed"] == reason
+        assert recovery["healthy_after"] is None
