@@ -20,6 +20,7 @@ import psycopg
 import moored
 from moored.app import ComponentContext
 from moored.broker import ApiKeys
+from moored.kernel import Tasks
 from moored.postgres import Outbox, Reset, Transaction
 from moored.service import Config
 from moored.sessions import Acked, Session
@@ -118,12 +119,17 @@ async def senders(ctx: ComponentContext) -> None:
         if isinstance(outcome, Acked):
             print(outcome.id, file=acked)
 
-    endpoint = Tcp("127.0.0.1", given["chat"])
+    async def read(session: Session) -> None:
+        async for event in session.events():
+            results[type(event).__name__] += 1
+
+    endpoint, reading = Tcp("127.0.0.1", given["chat"]), Tasks()
     with (folder / "acked").open("a") as acked:
         async with asyncio.TaskGroup() as tasks:
             for number in range(given["sessions"]):
                 session = await accounts.start(f"account-{number}", Demo(endpoint))
                 tasks.create_task(repeat(partial(send_from, session), number, 1, 2.0))
+                reading.start(read(session))
 
 
 @app.component

@@ -195,7 +195,7 @@ async def soak(
             await faults[turn % len(faults)]()
             turn += 1
             # The last fault leaves time to recover.
-            next_fault = time.monotonic() + max(2.0, chance.uniform(0.01, 0.06) * LOAD)
+            next_fault = time.monotonic() + max(2.0, chance.uniform(0.02, 0.1) * LOAD)
         for subscriber in chance.sample(subscribers, len(subscribers) // 25):
             if subscriber.after:
                 await subscriber.leave()
