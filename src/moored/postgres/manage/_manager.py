@@ -349,7 +349,8 @@ class Manager:
                 text = "; ".join(f"pid {b.pid}, {b.age:.0f} s" for b in found)
                 self._emit("replication_slot_creation_blocked_by_pending_transactions", text)
             try:
-                await _admin.log_standby_snapshot(conn)
+                # It writes the WAL record that a new slot waits for, from PostgreSQL 16 on.
+                await _admin.rows(conn, "SELECT pg_log_standby_snapshot()")
             except (psycopg.errors.UndefinedFunction, psycopg.errors.InsufficientPrivilege) as e:
                 if not self._unavailable_reported:
                     self._unavailable_reported = True

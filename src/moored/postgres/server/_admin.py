@@ -23,7 +23,6 @@ __all__ = [
     "drop_publication",
     "drop_slot",
     "lock_holder",
-    "log_standby_snapshot",
     "own_types",
     "retained",
     "rows",
@@ -195,11 +194,6 @@ async def blockers(conn: Connection, own: Sequence[int], *, queries: bool) -> li
 def without_literals(query: str) -> str:
     """Return SQL without its strings, numbers and comments, which may be secrets."""
     return " ".join(_LITERAL.sub("…", query).split())
-
-
-async def log_standby_snapshot(conn: Connection) -> None:
-    """Write the WAL record that the creation of a slot waits for; PostgreSQL 16 and later."""
-    await rows(conn, "SELECT pg_log_standby_snapshot()")
 
 
 async def retained(conn: Connection, slot: str) -> Retained | None:
