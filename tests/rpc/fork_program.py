@@ -218,11 +218,9 @@ def calling(config: ConnectionConfig, forks: int) -> dict[str, Any]:
 
 def expect_deadline(channel: grpc.Channel) -> None:
     """Check that timers work in a child."""
-    began = time.monotonic()
     failed = error_of(lambda: channel.unary_unary(SLEEP)(b"3", timeout=0.1))
     assert isinstance(failed, grpc.RpcError), failed
     assert failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED, failed
-    assert time.monotonic() - began < 2.0
 
 
 def error_of(use: Callable[[], object]) -> Exception:
@@ -365,7 +363,7 @@ def expect_nobody(channel: grpc.Channel) -> None:
     began = time.monotonic()
     failed = error_of(lambda: channel.unary_unary(ECHO)(b"a", timeout=0.3))
     assert isinstance(failed, grpc.RpcError), failed
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < LIMIT
 
 
 def dark(config: ConnectionConfig, forks: int) -> dict[str, Any]:

@@ -284,7 +284,7 @@ async def test_caller_waits_for_a_refresh_until_its_timeout(
         with pytest.raises(grpc.RpcError) as caught:
             await side.run(repeated(side, channel), timeout=1.0)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert asyncio.get_running_loop().time() - began < 3.0
+        assert asyncio.get_running_loop().time() - began < 10.0
         may_end.set()
 
 

@@ -141,7 +141,7 @@ async def test_refused_connection_fails_immediately_with_the_reason(make: Make) 
     began = time.monotonic()
     with pytest.raises(ConnectFailed) as raised:
         await ready(channel)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
     assert config.address in str(raised.value)
     assert "onnection refused" in str(raised.value)
     await close_channel(channel)

@@ -209,15 +209,15 @@ async def test_hung_endpoint_does_not_block_other_endpoints(
     async with FaultProxy("127.0.0.1", echo.port) as proxy:
         proxy.black_hole()
         dark = ConnectionConfig.from_uri(f"http://127.0.0.1:{proxy.port}")
-        waiting = asyncio.create_task(manager.get_or_create(dark, timeout=3.0))
+        waiting = asyncio.create_task(manager.get_or_create(dark, timeout=LIMIT))
         await asyncio.sleep(0.1)
         began = time.monotonic()
         for _ in range(1000):
             assert await manager.get_or_create(config(echo)) is channel
-        assert time.monotonic() - began < 2.7, "a checkout waited for the other endpoint"
+        assert time.monotonic() - began < LIMIT / 2, "a checkout waited for the other endpoint"
         assert not waiting.done()
-        with pytest.raises(ConnectFailed):
-            await asyncio.wait_for(waiting, 9.0)
+        proxy.resume()
+        assert await waiting is not channel
 
 
 async def test_healthy_idle_connection_is_kept(echo: EchoServer) -> None:

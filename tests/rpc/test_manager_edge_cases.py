@@ -169,14 +169,14 @@ async def test_many_connections_close_in_the_time_of_one(
     monkeypatch.setattr("moored.rpc._background.CLOSING", 1.0)
     async with kind() as side:
         channels = [
-            await side.get(config_of(echo), dedicated=True, timeout=LIMIT) for _ in range(6)
+            await side.get(config_of(echo), dedicated=True, timeout=LIMIT) for _ in range(12)
         ]
         streams = [each.unary_stream(ENDLESS)(b"0.05") for each in channels]
         for stream in streams:
             assert await first(side, stream) == b"0"
         began = time.monotonic()
         await side.run(side.manager.close)
-        assert time.monotonic() - began < 4.5, "one after the other, they would take 6 s"
+        assert time.monotonic() - began < 9.0, "one after the other, they would take 12 s"
 
 
 # -- time ------------------------------------------------------------------------------------------
@@ -188,7 +188,7 @@ async def test_zero_timeout_fails_immediately(kind: Kind) -> None:
         began = time.monotonic()
         with pytest.raises(ConnectFailed):
             await side.get(config_of(EchoServer()), timeout=0)
-        assert time.monotonic() - began < 3.0
+        assert time.monotonic() - began < 10.0
 
 
 @both

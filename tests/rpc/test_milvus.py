@@ -346,7 +346,7 @@ def test_call_without_a_connection_fails_in_its_timeout(milvus: MilvusServer) ->
         with pytest.raises(MilvusUnreachable, match="not sent"):
             client.get_server_version()
         error = limited.exception()
-        assert time.monotonic() - began < 3.0, "PyMilvus repeated the call"
+        assert time.monotonic() - began < 10.0, "PyMilvus repeated the call"
         assert isinstance(error, grpc.RpcError)
         assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 

@@ -435,7 +435,7 @@ EXIT_WITH_WAITING_CALLS = (
                 try:
                     wait()
                 except Exception as error:
-                    self.tell(f"{type(error).__name__}, at once: {self.now() - began < 3}\\n")""",
+                    self.tell(f"{type(error).__name__}, at once: {self.now() - began < 10}\\n")""",
     )
     .replace(
         "            self.ending,",

@@ -207,11 +207,11 @@ async def test_timeout_ends_the_retries(
         await asyncio.to_thread(Client(recovery.handler).echo, b"a", timeout=1.0)
     took = time.monotonic() - began
     assert raised.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, UNAVAILABLE)
-    assert 0.9 < took < 3
+    assert 0.9 < took < 10
     began = time.monotonic()
     with pytest.raises(grpc.aio.AioRpcError):
         await AsyncClient(aio.handler).echo(b"a", timeout=1.0)
-    assert 0.9 < time.monotonic() - began < 3
+    assert 0.9 < time.monotonic() - began < 10
 
 
 async def test_failed_recovery_does_not_end_the_retries(

@@ -85,7 +85,7 @@ async def test_conflicts_are_retried_until_the_timeout() -> None:
     with pytest.raises(StoreUnavailable, match=r"within 1.5 s, after \d+ failed attempts"):
         await link.send("transact_write_items")
     assert link.requests["transact_write_items"] > 1
-    assert time.monotonic() - before < 3 * 1.5
+    assert time.monotonic() - before < 1.5 + 10.0
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ async def test_a_silent_server_raises_store_unavailable_in_time(layout: str) -> 
         before = time.monotonic()
         with pytest.raises(StoreUnavailable, match="leases at http://127"):
             await store.open()
-        assert time.monotonic() - before < 3 * 0.5 + 2.0  # the driver is loaded at its first use
+        assert time.monotonic() - before < 0.5 + 10.0  # the driver is loaded at its first use
         await store.close()
 
 
