@@ -163,8 +163,17 @@ async def test_stream_resumes_when_the_history_can_be_read_again(
         assert found.id == "9", "the event of another tenant is left out"
 
 
-async def test_drain_ends_a_stream_whose_history_cannot_be_read() -> None:
-    history = Broken(1000)
+class Stuck(Broken):
+    """A history whose server does not answer."""
+
+    async def read(self, after: Any, tenant: str, channels: Any, limit: int) -> list[SourceEvent]:
+        self.reads += 1
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+@pytest.mark.parametrize("history", [Broken(1000), Stuck(0)])
+async def test_drain_ends_a_stream_whose_history_cannot_be_read(history: Broken) -> None:
     broker = Broker(MemorySource(), replay=history, channels=["orders"])
     async with broker, broker.subscribe(ACME, after="7") as stream, asyncio.timeout(20):
         ended = asyncio.ensure_future(anext(stream, None))

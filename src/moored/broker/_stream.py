@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from moored.kernel import Backoff
+from moored.kernel import Backoff, first_of
 
 from ._audience import Item, StreamBuffer
 from ._events import (
@@ -86,10 +86,11 @@ class LiveStream:
     async def _read(self) -> list[Item]:
         """Return the next events of the history; go live at its end."""
         subscriber = self.subscriber
+        wanted = subscriber.tenant, subscriber.channels, PAGE
+        reading = asyncio.ensure_future(self._replay.read(self._after, *wanted))
         try:
-            page = await self._replay.read(
-                self._after, subscriber.tenant, subscriber.channels, PAGE
-            )
+            # A read may wait for a server that is down, and longer than the client does.
+            await first_of(reading, self._wait())
         except HistoryLost as error:
             if subscriber.replaying:
                 self._on_lost(subscriber, str(error))
@@ -100,8 +101,9 @@ class LiveStream:
             # The server is down: the broker logs that, and the stream stays open.
             await self._wait(self._retry.fail())
             return [StreamComment()]
-        if not subscriber.replaying:
-            return []  # a gap of the source has made the history useless
+        if reading.cancelled() or not subscriber.replaying:
+            return []  # the stream has ended, or a gap of the source has made the history useless
+        page = reading.result()
         self._retry.succeed()
         if not page:
             subscriber.caught_up(self._after)
