@@ -94,7 +94,9 @@ def test_every_panel_is_alive_at_any_width_and_accessible(shown: Page, pictures:
             reach = f"{buttons}.every(button => {box}.left >= 0 && {box}.right <= {width})"
             assert shown.evaluate(reach), width
             shown.picture(pictures / f"page-{scheme}-{width}.png")
-        assert _violations(shown) == [], scheme
+        # In the dark only colours differ; every rule takes seconds.
+        rules = "" if scheme == "light" else "runOnly: ['color-contrast']"
+        assert _violations(shown, rules) == [], scheme
 
 
 def test_every_button_breaks_something_that_recovers(
@@ -143,9 +145,11 @@ def test_the_routes_of_the_buttons_refuse_other_sites(demo: Running) -> None:
         time.sleep(0.05)
 
 
-def _violations(page: Page) -> list[str]:
+def _violations(page: Page, options: str) -> list[str]:
     """Return what axe-core judges to be serious or critical."""
-    found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+    # Without most of the rows that are all alike.
+    context = "{exclude: [['#events tr:nth-child(n+4)'], ['#tree ul ul']]}"
+    found = page.evaluate(f"axe.run({context}, {{{options}}})")
     assert "color-contrast" in {each["id"] for each in found["passes"] + found["violations"]}
     return [
         f"{each['id']}: {each['nodes'][0]['html']}"
