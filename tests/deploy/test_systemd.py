@@ -39,7 +39,7 @@ def test_serve_reports_ready_health_watchdog_and_stopping(
     systemd: socket.socket, tmp_path: Path
 ) -> None:
     (tmp_path / "orders.py").write_text(ORDERS)
-    environ = {"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "200000"}
+    environ = {"NOTIFY_SOCKET": systemd.getsockname(), "WATCHDOG_USEC": "1000000"}
     reports: list[str] = []
     with running("orders:app", cwd=tmp_path, environ=environ) as service:
         while reports.count("WATCHDOG=1") < 2:

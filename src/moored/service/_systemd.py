@@ -9,6 +9,9 @@ from collections.abc import MutableMapping
 
 __all__ = ["SystemdNotifier"]
 
+#: Seconds that a report may wait for systemd, which reads its socket all the time.
+TIMEOUT = 1.0
+
 
 class SystemdNotifier:
     """Sends datagrams to the socket of `NOTIFY_SOCKET`; without one it does nothing.
@@ -31,7 +34,7 @@ class SystemdNotifier:
         if not self._address:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
-            one.setblocking(False)
+            one.settimeout(TIMEOUT)
             try:
                 one.sendto("\n".join(assignments).encode(), self._address)
             except OSError:
