@@ -215,8 +215,8 @@ def test_a_database_without_logical_replication_is_one_line_and_exit_code_2() ->
     assert line.startswith("moored: wal_level of the server is not logical ")
     assert line.endswith(
         "set wal_level = logical in postgresql.conf (on RDS: "
-        "rds.logical_replication = 1) and restart the server; `moored doctor URL` checks this and "
-        "the rest"
+        "rds.logical_replication = 1) and restart the server; `moored doctor URL` reports it as "
+        "wal_level"
     )
     assert "Traceback" not in ended.stdout
 
