@@ -116,6 +116,11 @@ class SyncLeases:
         return self._client.statistics()
 
     @property
+    def name(self) -> str:
+        """The name of this client in the recorder and in metrics."""
+        return self._client.name
+
+    @property
     def recorder(self) -> Recorder:
         """The recorder of this client's events and their causes."""
         return self._client.recorder
