@@ -83,6 +83,14 @@ def test_every_panel_is_alive_at_any_width_and_accessible(shown: Page, pictures:
     moving = "[...document.querySelectorAll('[data-part=load] .line .detail')]"
     shown.until(f"{moving}.length === 6 && {moving}.every(rate => parseFloat(rate.innerText) > 0)")
     assert shown.text("#sentence").startswith("Everything works: 11 parts, for ")
+    # An update keeps the focus, and a part says why it is in its state.
+    shown.evaluate("document.querySelector('[data-why=db]').focus()")
+    age = "document.querySelector('[data-part=db] .time').dataset.began"
+    shown.until(f"(window.before ??= {age}) !== {age}")
+    assert shown.evaluate("document.activeElement.dataset.why") == "db"
+    shown.evaluate("document.activeElement.click()")
+    shown.until("document.querySelector('#why-text').innerText.includes('ready')")
+    shown.evaluate("document.querySelector('#why-close').click()")
     shown.evaluate(AXE.read_text())
     for scheme in ("light", "dark"):
         shown.prefer(scheme)

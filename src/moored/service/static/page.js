@@ -7,6 +7,30 @@ const RETRY_AFTER = 2000;
 
 const byId = (id) => document.getElementById(id);
 
+// Change an element into another, and keep what is equal: the focus, the place of a scroll, a transition.
+function patch(current, wanted) {
+  if (current.nodeName !== wanted.nodeName) return current.replaceWith(wanted);
+  if (current.nodeType === Node.TEXT_NODE) {
+    if (current.data !== wanted.data) current.data = wanted.data;
+    return;
+  }
+  for (const { name } of [...current.attributes]) if (!wanted.hasAttribute(name)) current.removeAttribute(name);
+  for (const { name, value } of wanted.attributes) {
+    if (current.getAttribute(name) === value) continue;
+    if (name === "style") current.style.cssText = value; // the page's policy refuses the attribute
+    else current.setAttribute(name, value);
+  }
+  const old = [...current.childNodes];
+  [...wanted.childNodes].forEach((child, place) => (old[place] ? patch(old[place], child) : current.append(child)));
+  old.slice(wanted.childNodes.length).forEach((child) => child.remove());
+}
+
+function show(id, ...content) {
+  const wanted = byId(id).cloneNode(false);
+  wanted.append(...content);
+  patch(byId(id), wanted);
+}
+
 // Durations are counted on between two states, from their value at arrival.
 function timeSince(seconds, prefix = "for ") {
   const element = make("span", "time");
@@ -40,6 +64,11 @@ function part(name, state) {
   const health = state.parts[name];
   const conditions = state.conditions_of[name].map((each) => state.conditions[each]);
   row.append(make("h2", "name", name), make("span", `badge ${health}`, health));
+  const why = make("button", "why", "why?");
+  why.type = "button";
+  why.dataset.why = name;
+  why.setAttribute("aria-label", `why is ${name} ${health}?`);
+  row.append(why);
   if (conditions.length) row.append(timeSince(Math.min(...conditions.map((each) => each.for))));
   card.append(row);
   for (const each of conditions) {
@@ -133,16 +162,16 @@ function showState(state) {
     byId("events").replaceChildren();
   }
   showStatus(state.status);
-  byId("about").replaceChildren(`${state.version} · pid ${state.pid} · `, timeSince(state.uptime, "up "));
+  show("about", `${state.version} · pid ${state.pid} · `, timeSince(state.uptime, "up "));
   byId("service").textContent = state.tree.name;
   const since = Math.min(...Object.values(state.conditions).map((each) => each.for));
-  byId("sentence").replaceChildren(state.sentence.replace(/\.$/, ""), ", ", timeSince(since), ".");
+  show("sentence", state.sentence.replace(/\.$/, ""), ", ", timeSince(since), ".");
   const faults = Object.keys(state.kinds).find((name) => state.kinds[name] === "faults");
   showFaults(faults && state[faults]);
   const parts = Object.keys(state.parts).filter((name) => name !== "http" && name !== faults);
-  byId("parts").replaceChildren(...parts.map((name) => part(name, state)));
-  byId("tree").replaceChildren(node(state.tree, ""));
-  byId("outages").replaceChildren(...state.outages.slice(0, MAX_OUTAGES).map(outage));
+  show("parts", ...parts.map((name) => part(name, state)));
+  show("tree", node(state.tree, ""));
+  show("outages", ...state.outages.slice(0, MAX_OUTAGES).map(outage));
   byId("outages-section").hidden = state.outages.length === 0;
   state.events.forEach(addEvent);
 }
@@ -157,6 +186,22 @@ function showLost(lost) {
     const at = new Date().toLocaleTimeString([], { hour12: false });
     notice.textContent = `The service has not responded since ${at}. This page shows the last known state, and reconnects automatically.`;
   }
+}
+
+// Why a part is in its state: its causes, as `moored explain` prints them.
+async function explain(name) {
+  byId("why-title").textContent = name;
+  byId("why-text").textContent = "";
+  byId("why").showModal();
+  let text = "The service does not respond.";
+  try {
+    const answer = await fetch(`v1/explain/${encodeURIComponent(name)}`, { cache: "no-store" });
+    const found = await answer.json();
+    text = answer.ok ? found.explanation : found.detail;
+  } catch {
+    // no answer
+  }
+  byId("why-text").textContent = text;
 }
 
 function connect() {
@@ -186,6 +231,8 @@ async function connectAgain() {
   connect();
 }
 
+byId("parts").addEventListener("click", (event) => event.target.dataset.why && explain(event.target.dataset.why));
+byId("why-close").addEventListener("click", () => byId("why").close());
 setInterval(() => {
   // While disconnected, durations are not counted on.
   if (byId("lost").hidden) document.querySelectorAll("[data-began]").forEach(showTime);

@@ -199,6 +199,11 @@ function manager(place, it) {
     const where = each.attached ? "here" : "away";
     facts.push(fact(name, `consumer, ${where}, at ${each.acknowledged || "its beginning"}, ${each.outstanding} outstanding`));
   }
+  const stored = it.outbox && it.outbox.status;
+  if (stored) {
+    facts.push(fact("outbox", `${bytes(stored.bytes)}, ${stored.oldest === null ? "empty" : `oldest event ${duration(stored.oldest)} old`}`));
+    for (const each of stored.consumers) facts.push(overTime(place, `${each.name} lag`, each.lag, { show: duration }));
+  }
   if (it.listener) {
     const said = it.listener.up ? "" : it.listener.failure || "not connected yet";
     facts.push(fact("listener", said, it.listener.up ? "ready" : "missing"));
