@@ -25,6 +25,7 @@ from moored.postgres import (
     Transaction,
     Update,
 )
+from moored.postgres.snapshot import _reader
 
 Sql = psycopg.AsyncConnection[Any]
 LIMIT = 60.0
@@ -171,6 +172,40 @@ async def test_a_snapshot_that_is_left_or_cancelled_returns_its_connections(
             await sql.execute("rollback")
         async with pg.snapshot("orders") as snapshot:
             assert len(await all_rows(snapshot)) == ROWS
+
+
+@pytest.mark.parametrize("blocks", [False, True], ids=["rows", "blocks"])
+async def test_chunks_whose_connections_are_lost_are_read_again(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch, blocks: bool
+) -> None:
+    monkeypatch.setattr(_reader, "BACKOFF", (0.05, 0.5))
+    blocked = "select pid from pg_locks where relation = 'orders'::regclass and not granted"
+
+    async def waiting(without: set[int]) -> set[int]:
+        while not (found := set(await column(sql, blocked)) - without):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        return found
+
+    async with make() as pg, pg.snapshot("orders", chunk_rows=5) as snapshot:
+        pieces = aiter(snapshot.blocks()) if blocks else aiter(snapshot)
+        found: list[Any] = [await anext(pieces)]
+        await sql.execute("begin; lock table orders in access exclusive mode")
+        reading = Tasks().start(rest_of(pieces))
+        async with asyncio.timeout(LIMIT):
+            lost = await waiting(set())
+            await sql.execute("select pg_terminate_backend(unnest(%s::int[]))", (list(lost),))
+            await waiting(lost)  # tried again
+            await sql.execute("rollback")
+            found += await reading
+    if blocks:
+        ids = [int(line.split(b"\t")[0]) for line in b"".join(found).splitlines()]
+    else:
+        ids = [row["id"] for row in found]
+    assert sorted(ids) == list(range(1, ROWS + 1))
+
+
+async def rest_of(pieces: AsyncIterator[Any]) -> list[Any]:
+    return [piece async for piece in pieces]
 
 
 async def all_rows(snapshot: Snapshot) -> list[Any]:
