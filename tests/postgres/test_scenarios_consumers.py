@@ -297,6 +297,7 @@ async def lose_slot(sql: Sql, slot: str) -> bool:
     return True
 
 
+@pytest.mark.soak  # other tests stream large transactions, on every version
 async def test_an_exceedingly_large_transaction(
     streamed_url: str, stream_id: str, sql: Sql, tmp_path: Path
 ) -> None:

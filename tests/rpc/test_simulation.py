@@ -259,7 +259,7 @@ async def random_faults(sim: Sim) -> tuple[int, ...]:
 
 
 def test_invariants_hold_under_random_faults() -> None:
-    report = simulate(random_faults, scaled(2000, least=20))
+    report = simulate(random_faults, scaled(2000, least=12))
     assert report.distinct == report.schedules
 
 

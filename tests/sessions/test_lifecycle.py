@@ -28,7 +28,7 @@ from moored.sessions import (
 )
 from moored.sessions._sessions import CLOSING
 from moored.sessions.storage._memory import MemoryStorage
-from moored.testing import Sim
+from moored.testing import Sim, scaled
 from moored.testing.demo import Demo, DemoServer
 
 #: How long a handler has to finish its event at the end of a session.
@@ -74,7 +74,7 @@ async def online_sessions(sessions: Sessions, count: int, handler: object = None
 @in_virtual_time
 async def test_many_sessions_with_hung_handlers_close_concurrently(sim: Sim) -> None:
     async with Sessions(connect_rate=1e6, connect_burst=1000) as sessions:
-        made = await online_sessions(sessions, 300, hang)
+        made = await online_sessions(sessions, scaled(300, least=60), hang)
         began = now()
     assert now() - began == pytest.approx(PATIENCE, abs=0.1)
     assert not len(sessions)

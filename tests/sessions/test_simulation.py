@@ -579,11 +579,11 @@ async def _no_finish(self: Sink, timeout: float = 0.0) -> None:
 
 
 def test_every_send_has_a_correct_outcome_under_random_faults() -> None:
-    simulate(random_faults, seeds=scaled(2000, least=16))
+    simulate(random_faults, seeds=scaled(2000, least=12))
 
 
 def test_every_send_has_a_correct_outcome_with_inexact_timers() -> None:
-    simulate(random_faults, seeds=scaled(400, least=16), timer_slack=0.001)
+    simulate(random_faults, seeds=scaled(400, least=8), timer_slack=0.001)
 
 
 def test_old_socket_affects_no_send_of_the_new_link() -> None:
