@@ -177,20 +177,20 @@ def at_rest(status: dict[str, Any]) -> bool:
 
 async def soak(
     service: SoakedService, subscribers: list[Subscriber], chance: random.Random
-) -> list[float]:
-    """Break something every now and then while the load runs; return the memory, in MB."""
+) -> list[tuple[float, float]]:
+    """Break something every now and then while the load runs; return times and the memory in MB."""
     faults = [
         service.end_connections,
         service.restart_postgres,
         service.restart_grpc,
         service.cut_sessions,
     ]
-    process, memory = psutil.Process(service.process.pid), list[float]()
+    process, memory = psutil.Process(service.process.pid), list[tuple[float, float]]()
     service.start_load(LOAD)
     ends = time.monotonic() + LOAD
     next_fault, turn = time.monotonic() + 1.0, 0
     while (now := time.monotonic()) < ends:
-        memory.append(process.memory_info().rss / 1e6)
+        memory.append((now, process.memory_info().rss / 1e6))
         if now > next_fault:
             await faults[turn % len(faults)]()
             turn += 1
@@ -204,10 +204,11 @@ async def soak(
     return memory
 
 
-def growth(memory: list[float]) -> float:
-    """Return the slope of the second half, in MB per minute; there is one sample each second."""
-    later = memory[len(memory) // 2 :]
-    return 60 * statistics.linear_regression(range(len(later)), later).slope
+def growth(memory: list[tuple[float, float]]) -> float:
+    """Return the slope of the memory in the second half of the load, in MB per minute."""
+    half = (memory[0][0] + memory[-1][0]) / 2
+    times, sizes = zip(*[sample for sample in memory if sample[0] >= half], strict=True)
+    return 60 * statistics.linear_regression(times, sizes).slope
 
 
 @pytest.mark.timeout(LOAD + 4 * LIMIT)
@@ -233,7 +234,7 @@ async def test_a_service_under_load_and_faults_loses_and_leaks_nothing(
                 await subscriber.leave()
         record_property("orders", orders)
         record_property("results", after["results"])
-        record_property("memory", [round(each) for each in memory[:: max(1, len(memory) // 20)]])
+        record_property("memory", [round(mb) for _, mb in memory[:: max(1, len(memory) // 20)]])
         record_property("growth", growth(memory) if len(memory) > 4 else None)
         record_property("recorder", after["recorder"])
         for name in ("tasks", "descriptors"):
