@@ -66,7 +66,7 @@ def test_random_requests_get_documented_responses_and_no_server_error() -> None:
         operations: Any = [each.ok() for each in cast(Any, schema.get_all_operations())]
         for operation in operations:
 
-            @settings(max_examples=scaled(200, least=6), database=None)
+            @settings(max_examples=scaled(200, least=4), database=None)
             @given(case=operation.as_strategy())
             def check(case: Any) -> None:
                 nonlocal tried
