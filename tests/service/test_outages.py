@@ -60,6 +60,7 @@ def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
     it.outages.report("broker", "degraded", "active", "")
     (incident,) = it.outages.as_list()
     assert incident["lasted"] == 4
+    assert list(incident["parts"]) == ["db", "broker"]
     assert incident["because"] == ["no connection"]
     it.outages.report("db", "active", "starting", "once more")
     assert [each["lasted"] for each in it.outages.as_list()] == [None, 4]

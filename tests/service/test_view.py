@@ -83,3 +83,30 @@ def test_a_tree_is_put_in_below_the_node_with_its_path() -> None:
     other = Tree("inner", "running", 1.0, children=(Tree("link", "running", 1.0),))
     whole = grafted(tree, {"moored/manager": other, "moored/nothing": other})
     assert [node.name for _, node in whole.paths()] == ["moored", "manager", "link", "http"]
+
+
+def test_components_are_ordered_as_they_are_started_also_those_of_inner_trees() -> None:
+    def node(name: str, *children: Tree) -> Tree:
+        return Tree(name, "running", 0.0, children=children)
+
+    class Manager:
+        def statistics(self) -> dict[str, int]:
+            return {}
+
+        def explain(self) -> str:
+            return ""
+
+        def tree(self) -> Tree:
+            return node("pg", node("link"))
+
+    root = node("app", node("server"), node("postgres", node("manager")), node("live"))
+    health = PartHealth({"postgres": ("up",)})
+    monitor = StatusMonitor(["up"], health.status)
+    systems = {"app/postgres/manager": Manager()}
+    view = View(lambda: root, monitor, health, Recorder(), Clock.system(), systems=systems)
+    order = view.start_order()
+    assert sorted(("live", "pg/link", "app/server"), key=order.__getitem__) == [
+        "app/server",
+        "pg/link",
+        "live",
+    ]

@@ -52,7 +52,7 @@ class _Incident:
 
     @property
     def first(self) -> _Outage:
-        return next(iter(self.outages.values()))
+        return min(self.outages.values(), key=lambda each: each.at)
 
     @property
     def lasted(self) -> float | None:
@@ -103,13 +103,9 @@ class PartOutages:
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the incidents as plain data, the newest first."""
-        order = self._order() if self._incidents else {}
         return [
             {
-                "parts": {
-                    part: incident.outages[part].state
-                    for part in sorted(incident.outages, key=lambda part: order.get(part, 0))
-                },
+                "parts": {part: each.state for part, each in incident.outages.items()},
                 "wall": incident.first.wall,
                 "lasted": incident.lasted,
                 "because": self._causes(incident),
@@ -146,7 +142,9 @@ class PartOutages:
 
     def _conclude(self, incident: _Incident) -> None:
         if incident.over:
-            incident.causes = self._failures(incident)
+            incident.causes, order = self._failures(incident), self._order()
+            parts = sorted(incident.outages, key=lambda part: order.get(part, len(order)))
+            incident.outages = {part: incident.outages[part] for part in parts}
             incident.costs = dict(self._costs() - incident.costs_before)
             self._counted.clear()
 

@@ -208,9 +208,10 @@ class View:
     def start_order(self) -> dict[str, int]:
         """Return the place of each component in the order in which the components are started."""
         places: dict[str, int] = {}
-        for place, (path, recorded) in enumerate(self._paths().items()):
+        recorded = self._paths()
+        for place, (path, _) in enumerate(self.tree().paths()):
             # The events of a pool have its name alone.
-            for name in (recorded, path.partition("/")[2]):
+            for name in (recorded.get(path, path), path.partition("/")[2]):
                 places.setdefault(name, place)
         return places
 
