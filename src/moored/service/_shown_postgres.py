@@ -87,7 +87,8 @@ class ShownPostgres:
             return str(outage["last"])
         listener = pg.statistics()["listener"]
         if health is Health.DEGRADED and listener is not None and not listener["up"]:
-            return f"the listener is down: {listener['failure'] or 'not connected yet'}"
+            why = listener["failure"]
+            return f"the listener is down: {why}" if why else "the listener is not connected yet"
         because = "  because  "
         lines = (line for line in pg.explain().splitlines() if line.startswith(because))
         return next(lines, "").removeprefix(because)
