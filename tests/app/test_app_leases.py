@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client import generate_latest
 
 from moored.app import App
+from moored.kernel import StartFailed
 from moored.service import Config
 
 
@@ -33,3 +35,11 @@ async def test_an_app_is_degraded_while_the_store_does_not_answer() -> None:
         await app._running().monitor.wait_until(lambda status: status == "degraded", 60)
         assert "no answer for" in app.explain("leases")
         assert not leases.statistics().available
+
+
+async def test_an_app_does_not_start_without_a_store_that_must_answer() -> None:
+    app = App("orders", config=Config())
+    app.leases("redis://127.0.0.1:9", on_unavailable="refuse")
+    with pytest.raises(StartFailed, match=r"Redis at 127\.0\.0\.1:9 is unavailable"):
+        async with app:
+            pass

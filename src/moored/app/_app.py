@@ -155,7 +155,8 @@ class App:
     ) -> Leases:
         """Add a client of a lease store, for `leases=` of pools and sessions and for your own use.
 
-        Add it before the parts that use it. `options` are those of `moored.leases.connect`.
+        Add it before the parts that use it. `options` are those of `moored.leases.connect`; with
+        on_unavailable="refuse" the app does not start while the store is unavailable.
         """
         from moored.leases import connect
 
