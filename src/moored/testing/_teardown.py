@@ -31,8 +31,9 @@ def deterministic_process(seed: int) -> Iterator[list[str]]:
     unraisable: list[str] = []
     hook, state, collects = sys.unraisablehook, random.getstate(), gc.isenabled()
     gc.disable()
-    # Exclude the existing objects from collections, to save time.
-    gc.freeze()
+    # Exclude the existing objects from collections, to save time, unless a caller has done that.
+    if freezes := not gc.get_freeze_count():
+        gc.freeze()
     random.seed(seed)
     sys.unraisablehook = lambda args: unraisable.append(_unraisable_text(args))
     try:
@@ -40,7 +41,8 @@ def deterministic_process(seed: int) -> Iterator[list[str]]:
     finally:
         sys.unraisablehook = hook
         random.setstate(state)
-        gc.unfreeze()
+        if freezes:
+            gc.unfreeze()
         if collects:
             gc.enable()
 
