@@ -18,11 +18,11 @@ from tests.rpc.servers import EchoServer
 
 import moored
 from moored.app import App, AppError, ComponentContext
-from moored.broker import MemorySource
+from moored.broker import ApiKeys, MemorySource
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Reset, Transaction
 from moored.rpc import ChannelError
-from moored.service import Config
+from moored.service import Config, ServiceError
 from moored.testing import AppLeaked, running_app
 from moored.testing.demo import Demo, DemoServer
 
@@ -344,6 +344,33 @@ async def test_the_token_also_protects_a_mounted_app() -> None:
 
 
 # -- mistakes ----------------------------------------------------------------------------------
+
+
+async def test_no_part_may_have_a_name_of_the_status() -> None:
+    app = with_part()
+    async with app:
+        keys = set(app._running().view.as_dict()) - {"idle"}
+    for name in (*keys, "http"):
+        with pytest.raises(AppError, match=f"the name '{name}' of a part is taken"):
+            new().component(name=name)(lambda ctx: asyncio.sleep(0))
+
+
+async def test_only_one_broker_is_served_by_the_app() -> None:
+    app, keys = new(), ApiKeys({"key": "acme"})
+    app.broker(MemorySource(), channels=["a"], name="first", authenticate=keys)
+    app.broker(MemorySource(), channels=["a"], name="not served")
+    with pytest.raises(AppError, match=r"second would serve /v1/subscribe.* too: leave out authen"):
+        app.broker(MemorySource(), channels=["a"], name="second", authenticate=keys)
+
+
+async def test_waiting_for_an_app_that_can_never_be_ready_ends_at_once(
+    postgres_url: str, tmp_path: Any
+) -> None:
+    app = new()
+    app.postgres(postgres_url + "_which_does_not_exist", state_dir=tmp_path)
+    async with app:
+        with pytest.raises(ServiceError, match="does not exist"):
+            await app.ready()
 
 
 def test_mistakes_are_refused_when_they_are_made() -> None:

@@ -83,11 +83,11 @@ async def all_routes(app: App) -> list[tuple[str, str]]:
 
 
 async def raw(
-    app: Any, path: str, kind: str = "http", client: str = "127.0.0.1", **headers: str
+    app: Any, path: str, kind: str = "http", client: str | None = "127.0.0.1", **headers: str
 ) -> dict[str, Any]:
     """Send a request whose path is not normalized by a client; return the first answer."""
     given = {"host": "localhost", **headers}
-    scope = {
+    scope: dict[str, Any] = {
         "type": kind,
         "method": "GET",
         "path": unquote(path),
@@ -97,7 +97,7 @@ async def raw(
         "scheme": "http",
         "headers": [(name.encode(), value.encode()) for name, value in given.items()],
         "server": ("localhost", 80),
-        "client": (client, 1),
+        "client": client and (client, 1),
         "subprotocols": [],
         "extensions": {},
     }
@@ -211,6 +211,15 @@ async def test_without_a_token_only_clients_on_this_machine_have_access(address:
             assert (await raw(app.asgi, path, client=address))["status"] == 403, path
             assert (await raw(app.asgi, path, client="::1"))["status"] != 403, path
         assert (await raw(app.asgi, "/v1/health", client=address))["status"] == 200
+
+
+async def test_without_a_token_clients_behind_a_proxy_have_no_access() -> None:
+    async with running() as app, client(app.asgi) as asking:
+        assert (await asking.get("/v1/status")).status_code == 200
+        for name in ("Forwarded", "X-Forwarded-For"):
+            answer = await asking.get("/v1/status", headers={name: "192.0.2.1"})
+            assert answer.status_code == 403
+        assert (await raw(app.asgi, "/v1/status", client=None))["status"] == 403  # a Unix socket
 
 
 async def test_no_page_of_another_origin_may_read_a_route() -> None:

@@ -405,6 +405,15 @@ async def test_a_table_without_a_key_is_copied_with_one_snapshot(
         assert any("no primary key" in event.detail for event in pg.last_events)
 
 
+async def test_columns_that_a_key_only_includes_are_not_part_of_it(
+    make: MakePostgres, sql: Sql
+) -> None:
+    await sql.execute("create table wide (id int, note text, primary key (id) include (note))")
+    await sql.execute("insert into wide select generate_series(1, 30)")
+    async with make() as pg, pg.snapshot("wide", chunk_rows=10) as snap:
+        assert sorted([row["id"] async for row in snap]) == list(range(1, 31))
+
+
 async def test_closing_ends_an_iteration_in_every_phase(make: MakePostgres, sql: Sql) -> None:
     async def consume(follow: Follow) -> int:
         return len([item async for item in follow])

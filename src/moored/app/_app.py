@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, Self, overload
 
-from moored.kernel import Recorder, Tree, call_on_signals
+from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of
 from moored.service import HTTP, Config, Part, Service, ServiceError, Status, load_config, serve
 
 from ._asgi import AppEndpoint
@@ -23,6 +24,15 @@ if TYPE_CHECKING:
     from ._channel import AppChannel
 
 __all__ = ["App", "AppError"]
+
+#: Names that no part may have: the child that serves HTTP, and the keys of the status.
+TAKEN = frozenset(
+    {
+        *("http", "status", "sentence", "parts", "conditions_of", "kinds", "outages", "version"),
+        *("python", "pid", "address", "started_at", "uptime", "conditions", "machines", "tree"),
+        "events",
+    }
+)
 
 
 class AppError(ServiceError):
@@ -119,7 +129,8 @@ class App:
         :param target: "host:port", or a URI for `ConnectionConfig.from_uri`.
         :param options: `token`, `ca`, `channel_options` and the others of `from_uri`.
         """
-        from ._channel import AppChannel, channel_part
+        with extra("grpc", "app.channel()"):
+            from ._channel import AppChannel, channel_part
 
         entry = self._entry(name, required, after)
         channel = AppChannel(target, tls, options)
@@ -266,7 +277,7 @@ class App:
         self._add(part)
 
     def _entry(self, name: str, required: bool, after: Iterable[str]) -> PartEntry:
-        after = tuple(after)
+        after = (after,) if isinstance(after, str) else tuple(after)
         unknown = [each for each in after if each not in self._parts]
         if unknown:
             raise AppError(
@@ -278,11 +289,17 @@ class App:
     def _add(self, part: Part) -> None:
         if self._service is not None:
             raise AppError(f"{part.name} cannot be added: the app {self.name} has been started")
-        if part.name in self._parts or not part.name or "/" in part.name:
+        if part.name in {*self._parts, *TAKEN} or not part.name or "/" in part.name:
             raise AppError(
                 f"the name {part.name!r} of a part is taken, empty or has a '/': "
                 "choose another with name="
             )
+        for path in part.public:
+            if any(path in each.public for each in self._parts.values()):
+                raise AppError(
+                    f"{part.name} would serve {path} too: leave out authenticate= and mount a "
+                    "BrokerApp elsewhere"
+                )
         self._parts[part.name] = part
 
     # -- running -------------------------------------------------------------------------------
@@ -328,9 +345,13 @@ class App:
         return self._service
 
     async def ready(self, timeout: float | None = None) -> None:
-        """Wait until the app is ready; the error after the timeout names what is missing."""
-        monitor = self._running().monitor
-        await monitor.wait_until(lambda status: HTTP[status] == 200, timeout)
+        """Wait until the app is ready; the error after the timeout names what is missing.
+
+        If a part cannot work until somebody changes something, its error is raised at once.
+        """
+        service = self._running()
+        ready = service.monitor.wait_until(lambda status: HTTP[status] == 200, timeout)
+        await first_of(ready, asyncio.shield(service.failed))
 
     # -- state ---------------------------------------------------------------------------------
 

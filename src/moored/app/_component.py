@@ -134,7 +134,7 @@ def consumer_part(
     entry: PartEntry, pg: Postgres, consumer: str, tables: Iterable[str], handle: Handle
 ) -> Part:
     """Return a part that calls a function for each transaction, and then acknowledges it."""
-    wanted = list(tables)
+    wanted = [tables] if isinstance(tables, str) else list(tables)
 
     async def run(ctx: ComponentContext) -> None:
         handled = resets = 0

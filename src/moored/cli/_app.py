@@ -202,8 +202,9 @@ def explain(
     if component is None:
         state = client.status()
         since = 0.0 if last is None else time.time() - _seconds(last)
-        lines = list(_show.outages(state, since)) or [Text("nothing went wrong")]
-        _show.show(state["outages"], as_json, lambda out: out.print(Group(*lines)))
+        found = _show.outages_since(state, since)
+        lines = list(_show.outages(found)) or [Text("nothing went wrong")]
+        _show.show(found, as_json, lambda out: out.print(Group(*lines)))
         return 0
     explanation = client.explain(component)
     _show.show(explanation, as_json, lambda out: _show.show_explanation(out, explanation))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
 from typing import Any
@@ -65,25 +65,33 @@ def status(state: Mapping[str, Any], url: str) -> Group:
         if kind == "manager":
             broken = state[name].get("error")
             parts.append(Text(f"     {broken}") if broken else _stream(state[name]))
-    parts += [*outages(state), Text(), tree(state["tree"])]
+    parts += [*outages(state.get("outages", ())), Text(), tree(state["tree"])]
     return Group(*parts)
 
 
-def outages(state: Mapping[str, Any], since: float = 0.0) -> Iterator[Text]:
-    """Yield what went wrong after a wall-clock time: when, for how long, and why."""
-    for each in state.get("outages", ()):
-        began, lasted = each["wall"], each["lasted"]
-        if lasted is None or began + lasted >= since:
-            time = f"{datetime.fromtimestamp(began, tz=UTC).astimezone():%H:%M:%S}"
-            degraded = set(each["parts"].values()) == {"degraded"}
-            verb = ("were" if len(each["parts"]) > 1 else "was") if degraded else "did"
-            how = f"{verb} {'degraded' if degraded else 'not work'} from {time} on"
-            how_long = f"for {duration(lasted)}" if lasted is not None else "until now"
-            yield Text(f"  {', '.join(each['parts'])} {how}, {how_long}")
-            yield from (Text(f"    because  {cause}") for cause in each["because"])
-            if each["cost"]:
-                counts = (f"{name}: {number}" for name, number in each["cost"].items())
-                yield Text(f"    cost     {', '.join(counts)}")
+def outages_since(state: Mapping[str, Any], since: float) -> list[dict[str, Any]]:
+    """Return what was still wrong at a wall-clock time, or went wrong later."""
+    return [
+        each
+        for each in state["outages"]
+        if each["lasted"] is None or each["wall"] + each["lasted"] >= since
+    ]
+
+
+def outages(found: Iterable[Mapping[str, Any]]) -> Iterator[Text]:
+    """Yield what went wrong: when, for how long, and why."""
+    for each in found:
+        lasted = each["lasted"]
+        time = f"{datetime.fromtimestamp(each['wall'], tz=UTC).astimezone():%H:%M:%S}"
+        degraded = set(each["parts"].values()) == {"degraded"}
+        verb = ("were" if len(each["parts"]) > 1 else "was") if degraded else "did"
+        how = f"{verb} {'degraded' if degraded else 'not work'} from {time} on"
+        how_long = f"for {duration(lasted)}" if lasted is not None else "until now"
+        yield Text(f"  {', '.join(each['parts'])} {how}, {how_long}")
+        yield from (Text(f"    because  {cause}") for cause in each["because"])
+        if each["cost"]:
+            counts = (f"{name}: {number}" for name, number in each["cost"].items())
+            yield Text(f"    cost     {', '.join(counts)}")
 
 
 def tree(data: Mapping[str, Any]) -> Group:

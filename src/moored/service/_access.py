@@ -27,6 +27,8 @@ NO_TOKEN = (
     "(MOORED_ADMIN_TOKEN)"
 )
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
+#: Headers of a proxy, whose client may be anywhere.
+PROXIED = frozenset({"forwarded", "x-forwarded-for"})
 
 _SAFE = {
     "X-Content-Type-Options": "nosniff",
@@ -104,7 +106,8 @@ class AccessControl:
                 "add it to allowed_hosts (MOORED_ALLOWED_HOSTS)",
             )
         if self._token is None:
-            return None if _on_this_machine(scope) else refusal(403, "no token", NO_TOKEN)
+            here = _on_this_machine(scope) and PROXIED.isdisjoint(headers.keys())
+            return None if here else refusal(403, "no token", NO_TOKEN)
         if path == LOGIN or self._knows_token(self._token, headers):
             return None
         if path == "/" and method in ("GET", "HEAD") and "text/html" in headers.get("accept", ""):
@@ -122,9 +125,12 @@ class AccessControl:
 
 
 def _on_this_machine(scope: Scope) -> bool:
-    """Whether a client is on this machine; an app that is mounted in another one may be public."""
+    """Whether a client is on this machine; an app that is mounted in another one may be public.
+
+    The client of a Unix socket is unknown: it may be a proxy.
+    """
     try:
-        return scope.get("client") is None or ip_address(scope["client"][0]).is_loopback
+        return ip_address((scope.get("client") or ("",))[0]).is_loopback
     except ValueError:
         return False
 

@@ -31,9 +31,12 @@ def deterministic_process(seed: int) -> Iterator[list[str]]:
     unraisable: list[str] = []
     hook, state, collects = sys.unraisablehook, random.getstate(), gc.isenabled()
     gc.disable()
-    # Exclude the existing objects from collections, to save time, unless a caller has done that.
-    if freezes := not gc.get_freeze_count():
-        gc.freeze()
+    # Exclude the existing objects from collections, to save time. What a caller has excluded before
+    # stays so: unfreezing includes everything, so then all stays frozen, except for the garbage.
+    unfreezes = not gc.get_freeze_count()
+    if not unfreezes:
+        gc.collect()
+    gc.freeze()
     random.seed(seed)
     sys.unraisablehook = lambda args: unraisable.append(_unraisable_text(args))
     try:
@@ -41,7 +44,7 @@ def deterministic_process(seed: int) -> Iterator[list[str]]:
     finally:
         sys.unraisablehook = hook
         random.setstate(state)
-        if freezes:
+        if unfreezes:
             gc.unfreeze()
         if collects:
             gc.enable()

@@ -56,7 +56,7 @@ WHERE c.oid = CASE WHEN %(schema)s::text IS NULL THEN to_regclass(quote_ident(%(
 _COLUMNS = """
 SELECT a.attname::text, a.atttypid, format_type(a.atttypid, a.atttypmod),
   CASE WHEN o.oid <> 100 THEN quote_ident(n.nspname) || '.' || quote_ident(o.collname) END,
-  array_position(string_to_array(i.indkey::text, ' '), a.attnum::text)
+  array_position((string_to_array(i.indkey::text, ' '))[1:i.indnkeyatts], a.attnum::text)
 FROM pg_attribute a
 LEFT JOIN pg_index i ON i.indexrelid = %(key)s
 LEFT JOIN pg_collation o ON o.oid = a.attcollation
