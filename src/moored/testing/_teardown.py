@@ -31,11 +31,7 @@ def deterministic_process(seed: int) -> Iterator[list[str]]:
     unraisable: list[str] = []
     hook, state, collects = sys.unraisablehook, random.getstate(), gc.isenabled()
     gc.disable()
-    # Exclude the existing objects from collections, to save time. What a caller has excluded before
-    # stays so: unfreezing includes everything, so then all stays frozen, except for the garbage.
-    unfreezes = not gc.get_freeze_count()
-    if not unfreezes:
-        gc.collect()
+    # Exclude the existing objects from collections, to save time.
     gc.freeze()
     random.seed(seed)
     sys.unraisablehook = lambda args: unraisable.append(_unraisable_text(args))
@@ -44,8 +40,7 @@ def deterministic_process(seed: int) -> Iterator[list[str]]:
     finally:
         sys.unraisablehook = hook
         random.setstate(state)
-        if unfreezes:
-            gc.unfreeze()
+        gc.unfreeze()
         if collects:
             gc.enable()
 
