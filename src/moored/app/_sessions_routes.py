@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route, Router
 
+from moored.service import refusal
 from moored.sessions import Sessions
 
 __all__ = ["SESSIONS_PATH", "sessions_routes"]
@@ -37,9 +38,9 @@ def sessions_routes(sessions: Sessions) -> Router:
         except ValueError:
             drain = -1.0
         if not 0 <= drain <= MAX_DRAIN:
-            return _error(400, "invalid drain", f"drain must be from 0 to {MAX_DRAIN:g} seconds")
+            return refusal(400, "invalid drain", f"drain must be from 0 to {MAX_DRAIN:g} seconds")
         if (session := sessions.whereis(profile)) is None:
-            return _error(404, "unknown session", f"there is no session of {profile!r}")
+            return refusal(404, "unknown session", f"there is no session of {profile!r}")
         await session.stop(drain=drain)
         return JSONResponse({"stopped": profile})
 
@@ -49,7 +50,3 @@ def sessions_routes(sessions: Sessions) -> Router:
             Route("/{profile:path}", stop, methods=["DELETE"]),
         ]
     )
-
-
-def _error(status: int, error: str, detail: str) -> Response:
-    return JSONResponse({"error": error, "detail": detail}, status_code=status)

@@ -16,6 +16,7 @@ with extra("service", "moored.service"):
     import structlog as _structlog  # noqa: F401
     import uvicorn as _uvicorn  # noqa: F401
 
+from ._access import refusal
 from ._broker_part import BROKER_PATHS, DRAIN, broker_health
 from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
 from ._config_file import load_config
@@ -43,6 +44,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Wiring",
     "broker_health",
     "costs_of",
+    "refusal",
     # Configuration
     "FILE_NAME",
     "Config",
