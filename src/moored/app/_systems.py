@@ -103,14 +103,20 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
     """Return a part that keeps the sessions of all accounts."""
 
     few_since: float | None = None
+    most_online = 0
 
     def states() -> Counter[str]:
         return Counter(each.state for each in sessions)
 
     def judge() -> Judgement:
-        nonlocal few_since
+        nonlocal few_since, most_online
         now, online = time.monotonic(), states()["online"]
-        few_since = few_since or now if online < len(sessions) / 2 else None
+        most_online = min(most_online, len(sessions))
+        # A new maximum is the progress of a first sign-in, which may take minutes.
+        if online > most_online or online >= len(sessions) / 2:
+            few_since, most_online = None, max(online, most_online)
+        else:
+            few_since = few_since or now
         late = few_since is not None and now - few_since > RECONNECTING
         text = f"{counted(len(sessions), 'session')}, {online} online"
         return ("degraded" if late else "active"), text
