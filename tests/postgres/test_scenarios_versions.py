@@ -250,6 +250,27 @@ async def test_a_large_transaction(make: MakePostgres, sql: Sql, streamed_url: s
         assert await walsender(sql, pg) == before
 
 
+@pytest.mark.soak
+async def test_a_large_transaction_of_other_tables_does_not_end_the_stream(
+    make: MakePostgres, sql: Sql, streamed_url: str
+) -> None:
+    """The server reads it for longer than a silence may last, and sends nothing of it."""
+    rows = scaled(8_000_000, least=100_000)
+    name = psycopg.sql.Identifier(sql.info.dbname)
+    await sql.execute(
+        psycopg.sql.SQL("alter database {} set wal_sender_timeout='60s'").format(name)
+    )
+    async with make() as pg:
+        changes = pg.changes(tables=["orders"])
+        await streaming(pg, sql, streamed_url)
+        before = await walsender(sql, pg)
+        await sql.execute("create table other (n int)")
+        await sql.execute(f"insert into other select generate_series(1, {rows})")
+        await sql.execute("insert into orders values (1, 'a')")
+        assert ids(await following(changes, 10 * LIMIT)) == [1]
+        assert await walsender(sql, pg) == before
+
+
 def test_rolled_back_and_prepared_transactions(postgres_url: str) -> None:
     """A large transaction with a part that is rolled back, and one in two phases."""
     with Recorder.on(postgres_url) as recorder:

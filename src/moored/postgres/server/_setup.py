@@ -30,6 +30,11 @@ FAILOVER_SLOTS = 170000
 #: … and the options `binary` and `messages` of pgoutput.
 BINARY_AND_MESSAGES = 140000
 
+#: The longest `wal_sender_timeout` of a stream, in ms. While the server reads through a large
+#: transaction of which the stream gets nothing, it answers only after half of this time: with the
+#: server's default of 60 s each connection would be taken for dead there, again and again.
+WAL_SENDER_TIMEOUT = 12_000
+
 #: The text format of values, independent of the settings of the database.
 DISPLAY = (
     "SET client_encoding = 'UTF8'",
@@ -72,7 +77,7 @@ class Findings:
     wal_position: Lsn = field(default_factory=lambda: Lsn(0))
     version: int = 0
     backend_pid: int = 0
-    #: Seconds after which the server drops a client that sends nothing; 0 for never.
+    #: Seconds after which the server drops a client that sends nothing.
     wal_sender_timeout: float = 0.0
     #: Whether this setup has created the publication, and the slot.
     publication_created: bool = False
@@ -109,8 +114,11 @@ class Setup:
                 return "IDENTIFY_SYSTEM"
             case Step.QUERY_PG_INFO:
                 return (
-                    "SELECT current_setting('server_version_num'), pg_backend_pid(), (SELECT "
-                    "setting FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout')"
+                    "SELECT current_setting('server_version_num'), pg_backend_pid(), ms FROM "
+                    f"(SELECT CASE WHEN setting::int BETWEEN 1 AND {WAL_SENDER_TIMEOUT} "
+                    f"THEN setting ELSE '{WAL_SENDER_TIMEOUT}' END AS ms "
+                    "FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout') AS found, "
+                    "set_config('wal_sender_timeout', ms, false)"
                 )
             case Step.ACQUIRE_LOCK:
                 return f"SELECT pg_advisory_lock(hashtext({name}))"
@@ -209,7 +217,7 @@ class Setup:
             case Step.QUERY_PG_INFO:
                 row = _one(rows, 3)
                 found.version, found.backend_pid = int(row[0]), int(row[1])
-                found.wal_sender_timeout = int(row[2] or 0) / 1000
+                found.wal_sender_timeout = int(row[2]) / 1000
             case Step.CHECK_EXISTING:
                 exist = [value in (True, "t") for value in _one(rows, 2)]
                 self._publication_exists, self._slot_exists = exist

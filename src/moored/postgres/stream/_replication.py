@@ -41,8 +41,6 @@ SILENCE = 4.5
 PROMPT = 10.0
 #: The shortest time between two status updates, in seconds.
 PROGRESS_EVERY = 0.1
-#: The longest time between two status updates, in seconds.
-SIGN_OF_LIFE = 15.0
 
 
 @dataclass
@@ -228,10 +226,8 @@ class ReplicationClient:
             self._status_due.set()
 
     async def _answer(self, link: ReplicationLink) -> None:
-        patience = self.setup.findings.wal_sender_timeout
-        every = min(patience / 3, SIGN_OF_LIFE) if patience else SIGN_OF_LIFE
         # While reading is paused, only sending can detect a lost connection.
-        every = min(every, SILENCE)
+        every = min(self.setup.findings.wal_sender_timeout / 3, SILENCE)
         while True:
             try:
                 async with asyncio.timeout(self._next_status_in(every)):
