@@ -39,9 +39,10 @@ class Lamp:
 
 
 @asynccontextmanager
-async def faulty(lamp: Lamp, strike: Callable[[], object]) -> AsyncIterator[Faults]:
+async def faulty(lamp: Lamp, strike: Callable[[], object], **more: Any) -> AsyncIterator[Faults]:
     """Run the app; yield its faults, of which there is one."""
-    faults = Faults({"smash": DemoFault("smash", "Smash", "", strike)}, lamp.served_since)
+    fault = DemoFault("smash", "Smash", "", strike, **more)
+    faults = Faults({"smash": fault}, lamp.served_since)
     app = App("house", config=Config())
     app.component(name="lamp")(lamp.run)
     app.add(faults_part(faults))
@@ -56,18 +57,21 @@ async def until(found: Callable[[], bool]) -> None:
 
 
 async def test_a_recovery_ends_when_all_parts_are_active_and_the_load_is_served() -> None:
-    lamp = Lamp()
+    lamp, all_noticed, ended = Lamp(), asyncio.Event(), asyncio.Event()
 
     def now(faults: Faults) -> dict[str, Any]:
         return dict(faults.statistics()["recoveries"][0])
 
-    async with faulty(lamp, lamp.broken.set) as faults:
+    async with faulty(lamp, lamp.broken.set, may_end=all_noticed.is_set, end=ended.set) as faults:
         assert faults.press("smash")
         assert not faults.press("smash")  # one at a time
         await until(lambda: now(faults)["noticed_after"] is not None)
         assert now(faults)["noticed"] == "the filament broke (OSError)"
-        # The component is restarted, but nothing was served yet.
+        # The component is restarted, but nothing was served yet, and not all have noticed it.
         await asyncio.sleep(0.5)
+        assert not ended.is_set()
+        all_noticed.set()
+        await until(ended.is_set)
         assert now(faults)["healthy_after"] is None
         assert faults.running == "smash"
         lamp.served_after = float("inf")

@@ -55,7 +55,7 @@ def run_demo(config: Config) -> int:
 
 
 class DemoApp:
-    """All parts of the demo.
+    """The app of the demo, and its faults.
 
     :param directory: an empty directory for its data and sockets.
     """
@@ -74,7 +74,7 @@ class DemoApp:
             kwargs={"application_name": POOL},
             after=after,
         )
-        pg = app.postgres(
+        self._pg = pg = app.postgres(
             server.url,
             replication_url=server.direct_url,
             notify_url=server.direct_url,
@@ -121,8 +121,9 @@ class DemoApp:
         yield DemoFault(
             "black-hole",
             "Black-hole the direct path",
-            "Change stream and listener lose every byte, without an error, until it is noticed.",
+            "Change stream and listener lose every byte, without an error, until both notice it.",
             self._server.proxy.black_hole,
+            may_end=self._direct_path_is_down,
             end=self._server.proxy.resume,
         )
         yield DemoFault(
@@ -150,9 +151,9 @@ class DemoApp:
         )
         yield DemoFault(
             "take-over",
-            "Take over an account",
-            "It signs in elsewhere, so its session must stay offline. The demo signs in again "
-            f"after {SIGN_IN_AFTER:g} s.",
+            "Sign in elsewhere",
+            "Another client signs in to one account, so its session goes offline and does not "
+            f"reconnect. The demo signs in again after {SIGN_IN_AFTER:g} s.",
             lambda: self._chat.take_over(random.choice(self._chat.online)),
             self._missing_sessions,
             healed=lambda: not self.load.missing_sessions(),
@@ -167,6 +168,15 @@ class DemoApp:
         self._discards.begin()
         await self._db.drain()
 
+    def _direct_path_is_down(self) -> bool:
+        """Whether change stream and listener have both noticed the silence.
+
+        The proxy resets their connections when the black hole ends, so an earlier end would be
+        noticed as a reset.
+        """
+        listener = self._pg.listener
+        return listener is not None and not listener.up and self._pg.health.http != 200
+
     def _missing_sessions(self) -> str | None:
         missing = self.load.missing_sessions()
         return f"{counted(missing, 'session')} not online" if missing else None
@@ -180,7 +190,7 @@ class Discards:
         self._before = 0
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Count only the connections that are discarded from now on."""
         self._before += self._number()
 
     def noticed(self) -> str | None:

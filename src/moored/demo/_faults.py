@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 #: Seconds between two looks while a recovery is measured.
 LOOK = 0.01
-#: Seconds after which a recovery is given up.
+#: Seconds after which a recovery counts as failed.
 LIMIT = 90.0
 #: Recoveries that are shown.
 SHOWN = 10
@@ -29,7 +29,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True)
 class DemoFault:
-    """Something that a button breaks."""
+    """A fault that a button causes."""
 
     #: The last part of its route.
     name: str
@@ -37,13 +37,15 @@ class DemoFault:
     title: str
     #: What the button does.
     text: str
-    #: Break it; sync or async.
+    #: Causes the fault; sync or async.
     strike: Callable[[], object]
     #: Returns how the fault was noticed, where no failure is recorded and no part is degraded.
     noticed: Callable[[], str | None] = _nothing
-    #: Called when the fault was noticed, to end it.
+    #: Returns whether everything that the fault affects has noticed it, so that it may end.
+    may_end: Callable[[], bool] = lambda: True
+    #: Ends the fault.
     end: Callable[[], None] = _nothing
-    #: Returns whether also this has recovered.
+    #: Returns whether the recovery is complete, where the health of the parts does not show it.
     healed: Callable[[], bool] = lambda: True
 
 
@@ -129,6 +131,7 @@ class Faults:
                 recovery.noticed, noticed_at = await _until(lambda: self._notice(fault))
                 recovery.noticed_after = noticed_at - pressed
                 ctx.record(f"noticed after {recovery.noticed_after:.2f} s", cause=recovery.noticed)
+                await _until(fault.may_end)
                 fault.end()
                 await _until(
                     lambda: (
@@ -164,7 +167,7 @@ class Faults:
 
 
 async def _until(found: Callable[[], T | None]) -> T:
-    """Return the first result that is true."""
+    """Poll until a result is true, and return it."""
     while True:
         if result := found():
             return result

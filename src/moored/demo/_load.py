@@ -1,4 +1,4 @@
-"""A small steady load, so that everything moves, and that proves that everything works."""
+"""A small steady load on all parts: its results show whether they work."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ PAUSE = 0.2
 WORKERS = 3
 #: Seconds within which one piece of work must be served.
 TIMEOUT = 10.0
-#: Seconds until the demo signs an account in again that was taken over.
+#: Seconds until the demo signs in again to an account whose session was evicted.
 SIGN_IN_AFTER = 2.0
 
 
 class Load:
-    """Writes, reads, calls and sends, each followed to its end."""
+    """Writes, reads, calls and sends, each until its result is known."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Load:
         #: By kind, when the newest work began that was served to its end.
         self.served: dict[str, float] = {}
 
-    # -- what the demo shows -------------------------------------------------------------------
+    # -- results -------------------------------------------------------------------------------
 
     def served_since(self, moment: float) -> bool:
         """Whether work of each kind that began after this moment was served to its end."""
@@ -76,7 +76,7 @@ class Load:
     # -- the work ------------------------------------------------------------------------------
 
     async def run(self, ctx: ComponentContext) -> None:
-        """Do all work until it is cancelled."""
+        """Run the load until this is cancelled."""
         ctx.show(self.statistics, costs=self.costs)
         for profile in PROFILES:
             if self._sessions.whereis(profile) is None:
@@ -159,7 +159,7 @@ class Load:
             await asyncio.sleep(PAUSE)
 
     async def _stay_signed_in(self, profile: str) -> None:
-        """Sign in again after a takeover: a session does not do that by itself."""
+        """Sign in again after a takeover, because a session then stays offline by itself."""
         while True:
             await asyncio.sleep(PAUSE)
             session = self._sessions.whereis(profile)
@@ -168,5 +168,5 @@ class Load:
                 await session.connect()
 
     def missing_sessions(self) -> int:
-        """Return how many sessions are not online."""
-        return len(PROFILES) - sum(each.state == "online" for each in self._sessions)
+        """Return how many running sessions are not online; a stopped one is not running."""
+        return sum(each.state != "online" for each in self._sessions)

@@ -20,7 +20,7 @@ from ._faults import Faults
 __all__ = ["faults_part"]
 
 NAME = "faults"
-#: The kind of the system, by which the page knows that it has the buttons.
+#: The kind of the system, which the page shows as buttons.
 KIND = "faults"
 ROUTE = "/v1/break"
 
