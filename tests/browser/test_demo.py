@@ -1,12 +1,11 @@
 """The demo in a real browser: every panel is alive, and every button is recovered from.
 
-Pictures of the page are written to the directory that MOORED_PICTURES names, if it is set.
+Pictures of the page are written to `build/pictures`.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 from collections.abc import Iterator
@@ -16,6 +15,9 @@ from pathlib import Path
 import httpx
 import pytest
 from tests.browser.chromium import Browser, Page
+from tests.docs.pages import blocks
+from tests.docs.pages import page as manual
+from tests.docs.reader import pattern
 from tests.service.support import LIMIT, Running, gone, running
 
 #: The parts that the page shows, and a text that only moves while the part works.
@@ -26,7 +28,7 @@ PARTS = {
     "live": "2 streams",
     "grpc-server": "pid",
     "grpc": "connected to",
-    "chat": "20 online",
+    "chat": "online, of",
     "search": "acknowledged",
     "load": "changes",
 }
@@ -37,9 +39,10 @@ FAULTS = {
     "black-hole": "listener|silent|did not arrive|no answer",
     "expire-pool": "the pool has discarded",
     "kill-grpc": "SIGKILL|connect",
-    "cut-sessions": "20 sessions not online",
+    "cut-sessions": "19 sessions not online",  # one is stopped
     "take-over": "1 session not online",
 }
+PICTURES = Path(__file__).parents[2] / "build" / "pictures"
 AXE = files("axe_core_python").joinpath("axe.min.js")
 
 
@@ -67,12 +70,17 @@ def shown(demo: Running, chromium: Browser) -> Iterator[Page]:
 
 
 @pytest.fixture(scope="module")
-def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory for pictures of the page."""
-    chosen = os.environ.get("MOORED_PICTURES")
-    directory = Path(chosen) if chosen else tmp_path_factory.mktemp("pictures")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
+def pictures() -> Path:
+    """The directory for pictures of the page, which are kept."""
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    return PICTURES
+
+
+def test_the_start_prints_what_the_page_of_the_demo_shows(demo: Running) -> None:
+    demo.wait_for("ready after")
+    (block,) = blocks(manual("howto/demo"), "console")
+    shown = block.partition("\n")[2]
+    assert re.search(pattern(shown), "\n".join(demo.lines)), demo.lines
 
 
 def test_every_panel_is_alive_at_any_width_and_accessible(shown: Page, pictures: Path) -> None:
@@ -83,6 +91,12 @@ def test_every_panel_is_alive_at_any_width_and_accessible(shown: Page, pictures:
     moving = "[...document.querySelectorAll('[data-part=load] .line .detail')]"
     shown.until(f"{moving}.length === 6 && {moving}.every(rate => parseFloat(rate.innerText) > 0)")
     assert shown.text("#sentence").startswith("Everything works: 11 parts, for ")
+    # The other panels: the tree, the state machines and the events.
+    assert "demo" in shown.text("#tree")
+    assert shown.evaluate("document.querySelectorAll('[data-part=postgres] .step.lit').length") == 2
+    assert shown.evaluate("document.querySelectorAll('#events tr').length") > 0
+    for fact in ("retained log", "lag", "canary", "outbox", "replication client ready"):
+        shown.until(f"document.querySelector('[data-part=postgres]').innerText.includes('{fact}')")
     # An update keeps the focus, and a part says why it is in its state.
     shown.evaluate("document.querySelector('[data-why=db]').focus()")
     age = "document.querySelector('[data-part=db] .time').dataset.began"
@@ -113,6 +127,14 @@ def test_every_button_breaks_something_that_recovers(
     shown.resize(1280)
     buttons = "[...document.querySelectorAll('[data-fault]')].map(row => row.dataset.fault)"
     assert shown.evaluate(buttons) == list(FAULTS)
+    # A session that a user has stopped is not missing.
+    assert httpx.delete(f"{demo.url}/v1/sessions/chat/account-20", trust_env=False).is_success
+    # Every status is recorded as it is shown, so that a short one is not missed.
+    status = "document.querySelector('#status')"
+    shown.evaluate(
+        f"window.seen = []; new MutationObserver(() => seen.push({status}.textContent))"
+        f".observe({status}, {{childList: true}})"
+    )
     for fault, noticed in FAULTS.items():
         row = f'[data-fault="{fault}"]'
         before = f"document.querySelector('{row} .recovery')?.innerText"
@@ -130,15 +152,31 @@ def test_every_button_breaks_something_that_recovers(
         assert re.search(noticed, healthy[3]), text
         assert "cost: " in text
         # The times are those of the service, not of the page.
-        status = demo.get("/v1/status").json()
-        measured = next(r for r in status["faults"]["recoveries"] if r["fault"] == fault)
+        now = demo.get("/v1/status").json()
+        measured = next(r for r in now["faults"]["recoveries"] if r["fault"] == fault)
         assert healthy[1] == f"{measured['healthy_after']:.2f}"
-        assert f"after {healthy[1]} s" in shown.text("#faults-said")
+        assert f"after {healthy[1]} s" in shown.text("#faults-status")
+        if fault == "black-hole":
+            causes = "\n".join(now["outages"][0]["because"])
+            assert "silent for" in causes
+            assert "reset" not in causes
+    assert {"starting", "waiting", "degraded", "active"} >= set(shown.evaluate("seen")) > {"active"}
+    server = shown.text('[data-path="demo/grpc-server/run"]')
+    assert "restarted" in server
+    assert "SIGKILL" in server
+    # Steps are shown as descriptions, not by their names in the code.
+    for section in ("#sentence", "#parts", "#outages", "#events"):
+        text = shown.text(section)
+        assert "start_" not in text, section
+        assert "['" not in text, section
     incidents = shown.text("#outages")
     assert "recovered" in incidents
     # The cause of the outage of all parts is the end of the server, whichever noticed it first.
     assert "because demo/server/run: the server ended by itself" in incidents
-    shown.picture(pictures / "page-after-faults.png")
+    shown.resize(1280, 1180)
+    for scheme in ("light", "dark"):  # the pictures of the documentation
+        shown.prefer(scheme)
+        shown.picture(pictures / f"after-faults-{scheme}.png")
 
 
 def test_the_routes_of_the_buttons_refuse_other_sites(demo: Running) -> None:

@@ -46,6 +46,8 @@ log = logging.getLogger("moored.broker")
 #: Seconds that entering the broker waits for the source. A stream that is opened before the source
 #: has begun gets a reset then.
 READY = 3.0
+#: Tenants in the status: there may be thousands.
+SHOWN_TENANTS = 5
 #: The names of events that are not channels.
 RESERVED = ("expired", "keepalive", "reset", "skipped", "start")
 
@@ -207,10 +209,10 @@ class Broker:
         try:
             async with aclosing(self._source.events()) as items:
                 async for item in items:
-                    self.up = True
+                    first, self.up = not self._begun.is_set(), True
                     self._begun.set()
                     if isinstance(item, SourceGap):
-                        self._gap(item)
+                        self._gap(item, kind="info" if first else "failure")
                     elif item is not None:
                         self._publish(item)
             raise BrokerOff("the source has ended")
@@ -262,12 +264,12 @@ class Broker:
             return self._history.add(found.channel, found.payload, tenant)
         return LiveEvent(found.channel, found.payload, tenant, found.id, found.position)
 
-    def _gap(self, gap: SourceGap) -> None:
+    def _gap(self, gap: SourceGap, kind: str) -> None:
         self._newest = gap.id if self._history is None else self._history.cut()
         for subscriber in list(self._audience):
             subscriber.reset(gap.reason, self._newest)
             self._resets["gap"] += 1
-        self._supervisor.recorder.record(self.name, f"gap: {gap.reason}", kind="failure")
+        self._supervisor.recorder.record(self.name, f"gap: {gap.reason}", kind=kind)
 
     # -- subscribers ---------------------------------------------------------------------------
 
@@ -373,6 +375,8 @@ class Broker:
             "up": self.up,
             "last_error": self.last_error,
             **self.statistics()._asdict(),
+            # Open streams of the tenants that have the most.
+            "largest_tenants": dict(self._audience.of_tenant.most_common(SHOWN_TENANTS)),
         }
 
     def tree(self) -> Tree:

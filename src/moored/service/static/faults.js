@@ -83,6 +83,6 @@ function showFaults(it) {
     row.querySelector(".recovery").replaceChildren(...recovery(last, longest));
   }
   const [newest] = it.recoveries;
-  const said = newest ? `${newest.title}: ${recoveryText(newest)}` : "";
-  if (byId("faults-said").textContent !== said) byId("faults-said").textContent = said;
+  const text = newest ? `${newest.title}: ${recoveryText(newest)}` : "";
+  if (byId("faults-status").textContent !== text) byId("faults-status").textContent = text;
 }

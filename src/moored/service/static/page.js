@@ -54,6 +54,15 @@ function mark(element, place, value) {
   shown.set(place, value);
 }
 
+// A button that shows why a component is in its state.
+function whyButton(className, text, component, state) {
+  const button = make("button", className, text);
+  button.type = "button";
+  button.dataset.why = component;
+  button.setAttribute("aria-label", `why is ${component} ${state}?`);
+  return button;
+}
+
 // One card for each part: its health, why, and what its system shows.
 function part(name, state) {
   const kind = state.kinds[name];
@@ -64,11 +73,7 @@ function part(name, state) {
   const health = state.parts[name];
   const conditions = state.conditions_of[name].map((each) => state.conditions[each]);
   row.append(make("h2", "name", name), make("span", `badge ${health}`, health));
-  const why = make("button", "why", "why?");
-  why.type = "button";
-  why.dataset.why = name;
-  why.setAttribute("aria-label", `why is ${name} ${health}?`);
-  row.append(why);
+  row.append(whyButton("why", "why?", name, health));
   if (conditions.length) row.append(timeSince(Math.min(...conditions.map((each) => each.for))));
   card.append(row);
   for (const each of conditions) {
@@ -103,7 +108,7 @@ function node(it, above) {
   const item = make("li");
   item.dataset.path = path;
   const row = make("div", "row");
-  row.append(make("span", "name", it.name), make("span", `badge ${it.state}`, it.state));
+  row.append(make("span", "name", it.name), whyButton(`badge ${it.state}`, it.state, path, it.state));
   for (const tag of [it.strategy, it.restart]) if (tag) row.append(make("span", "tag", tag));
   const times = it.restarts === 1 ? "once" : `${it.restarts} times`;
   if (it.restarts) row.append(make("span", "tag again", `restarted ${times}`));
@@ -188,14 +193,15 @@ function showLost(lost) {
   }
 }
 
-// Why a part is in its state: its causes, as `moored explain` prints them.
+// Why a component is in its state: its causes, as `moored explain` prints them.
 async function explain(name) {
   byId("why-title").textContent = name;
   byId("why-text").textContent = "";
   byId("why").showModal();
   let text = "The service does not respond.";
   try {
-    const answer = await fetch(`v1/explain/${encodeURIComponent(name)}`, { cache: "no-store" });
+    const path = name.split("/").map(encodeURIComponent).join("/");
+    const answer = await fetch(`v1/explain/${path}`, { cache: "no-store" });
     const found = await answer.json();
     text = answer.ok ? found.explanation : found.detail;
   } catch {
@@ -231,7 +237,7 @@ async function connectAgain() {
   connect();
 }
 
-byId("parts").addEventListener("click", (event) => event.target.dataset.why && explain(event.target.dataset.why));
+document.querySelector("main").addEventListener("click", (event) => event.target.dataset.why && explain(event.target.dataset.why));
 byId("why-close").addEventListener("click", () => byId("why").close());
 setInterval(() => {
   // While disconnected, durations are not counted on.

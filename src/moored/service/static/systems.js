@@ -150,7 +150,7 @@ function machine(it) {
   row.append(make("span", "name", it.name), make("span", "badge", it.doing), timeSince(it.for));
   item.append(row);
   const phases = make("ol", "phases");
-  const current = it.step ? `${it.phase}/${it.step}` : it.phase;
+  const current = it.step === it.phase ? it.phase : `${it.phase}/${it.step}`; // a phase without steps is its own step
   for (const state of it.states) {
     const [phase, step] = state.split("/");
     let box = [...phases.children].find((each) => each.dataset.phase === phase);
@@ -178,6 +178,14 @@ function machine(it) {
 function manager(place, it) {
   const facts = [];
   if (it.fatal) facts.push(fact("failed", it.fatal));
+  const conditions = make("li", "row");
+  for (const [name, each] of Object.entries(it.conditions)) {
+    const met = each.met ? "met" : "missing";
+    const badge = make("span", `badge ${met}`, name.replaceAll("_", " "));
+    badge.title = `${met} for ${duration(each.for)}${each.detail ? ": " + each.detail : ""}`;
+    conditions.append(badge);
+  }
+  facts.push(conditions);
   const holder = it.lock.holder;
   if (holder) facts.push(fact("lock", `held by backend ${holder.pid} (${holder.application}, for ${duration(holder.age)})`));
   for (const each of it.slot_blockers) {
@@ -196,8 +204,8 @@ function manager(place, it) {
     facts.push(fact(`${role} pool`, numbers, each.state));
   }
   for (const [name, each] of Object.entries(it.consumers)) {
-    const where = each.attached ? "here" : "away";
-    facts.push(fact(name, `consumer, ${where}, at ${each.acknowledged || "its beginning"}, ${each.outstanding} outstanding`));
+    const acknowledged = each.acknowledged ? `acknowledged ${each.acknowledged}` : "nothing acknowledged yet";
+    facts.push(fact(name, `consumer, ${acknowledged}, ${each.outstanding} outstanding`, each.attached ? "attached" : "detached"));
   }
   const stored = it.outbox && it.outbox.status;
   if (stored) {
@@ -205,19 +213,20 @@ function manager(place, it) {
     for (const each of stored.consumers) facts.push(overTime(place, `${each.name} lag`, each.lag, { show: duration }));
   }
   if (it.listener) {
-    const said = it.listener.up ? "" : it.listener.failure || "not connected yet";
-    facts.push(fact("listener", said, it.listener.up ? "ready" : "missing"));
-    if (it.listener.canary_seconds) facts.push(overTime(place, "canary", it.listener.canary_seconds, { show: (n) => `${(n * 1000).toFixed(1)} ms` }));
+    const { up, channels, failure, canary_latency: latency } = it.listener;
+    facts.push(fact("listener", up ? counted(channels.length, "channel") : failure || "not connected yet", up ? "ready" : "missing"));
+    if (latency !== null) facts.push(overTime(place, "canary", latency, { show: (number) => `${(number * 1000).toFixed(1)} ms` }));
   }
   return facts;
 }
 
 function broker(place, it) {
   return [
-    overTime(place, "subscribers", it.subscribers, { show: (number) => `${number} of ${it.tenants} tenants` }),
+    overTime(place, "subscribers", it.subscribers, { show: (number) => `${number} of ${counted(it.tenants, "tenant")}` }),
     overTime(place, "delivered", it.delivered, { counter: true }),
     overTime(place, "dropped", total(it.dropped), { counter: true }),
     fact("resets", `${total(it.resets)}, ${it.replayed} events replayed, buffers held at most ${it.buffer_high_water}`),
+    ...Object.entries(it.largest_tenants).map(([tenant, streams]) => fact(tenant, counted(streams, "stream"))),
   ];
 }
 
