@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psycopg
 import pytest
-from tests.postgres.conftest import make, stream_id, streamed_url
+from tests.postgres.conftest import Sql, make, stream_id, streamed_url
 from tests.servers import require_server
 
 from moored.embedded import SyncEmbeddedPostgres
 
-__all__ = ["make", "older_postgres", "stream_id", "streamed_url"]
+from .orders import CREATE
+
+__all__ = ["make", "older_postgres", "sql", "stream_id", "streamed_url"]
+
+
+@pytest.fixture
+async def sql(streamed_url: str) -> AsyncIterator[Sql]:
+    """A connection of the test's own, and the table `orders`."""
+    async with await psycopg.AsyncConnection.connect(streamed_url, autocommit=True) as conn:
+        await conn.execute(CREATE.encode())
+        yield conn
 
 
 @pytest.fixture(scope="module", params=["installed", pytest.param(16, marks=pytest.mark.soak)])

@@ -9,7 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.postgres.conftest import MakePostgres
+from tests.postgres.conftest import MakePostgres, Sql
 
 from moored.kernel import Tasks
 from moored.postgres import (
@@ -27,40 +27,7 @@ from moored.postgres import (
 )
 from moored.postgres.snapshot import _reader
 
-Sql = psycopg.AsyncConnection[Any]
-LIMIT = 60.0
-ROWS = 50
-
-
-@pytest.fixture
-async def sql(streamed_url: str) -> AsyncIterator[Sql]:
-    async with await psycopg.AsyncConnection.connect(streamed_url, autocommit=True) as conn:
-        await conn.execute("create table orders (id int primary key, name text, price numeric)")
-        await conn.execute(
-            "insert into orders select n, 'order ' || n, n * 1.5 from generate_series(1, 50) n"
-        )
-        await conn.execute("analyze orders")
-        yield conn
-
-
-async def column(conn: Sql, query: str) -> list[Any]:
-    return [value for (value,) in await (await conn.execute(query.encode())).fetchall()]
-
-
-async def item_of(follow: Follow) -> Any:
-    return await asyncio.wait_for(anext(follow), LIMIT)
-
-
-async def copied(follow: Follow) -> list[Any]:
-    """Acknowledge the rows, and return their ids."""
-    found: list[Any] = []
-    while not follow.progress.complete:
-        item = await item_of(follow)
-        assert isinstance(item, Rows), item
-        found += [row["id"] for row in item]
-        await item.ack()
-    return found
-
+from .orders import LIMIT, ROWS, column, copied, item_of
 
 # -- snapshot --------------------------------------------------------------------------------------
 

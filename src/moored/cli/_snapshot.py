@@ -69,6 +69,9 @@ def snapshot(
         asyncio.run(_write_all(database_url, files, options))
     except (psycopg.Error, MooredError) as error:
         raise CommandFailed(describe(error)) from error
+    except OSError as error:
+        name = error.filename or output or "stdout"
+        raise CommandFailed(f"{name} cannot be written: {error.strerror or error}") from error
     return 0
 
 

@@ -354,8 +354,9 @@ class Postgres:
 
         :param where: a condition in SQL, as after WHERE; it is not escaped.
         :param columns: the columns to read, besides the key; by default all.
-        :param chunk_rows: the number of rows that are read in one transaction; up to three chunks
-            are buffered, because two are read at the same time.
+        :param chunk_rows: the number of rows that are read in one transaction, and fewer if they
+            have more than about 16 MB; up to three chunks are buffered, because two are read at the
+            same time.
         :param consistent: read all rows with one snapshot, in one transaction, which holds back
             vacuum while it is open; it cannot be continued with `start`.
         :param start: the `position` of a snapshot that was not finished: continue it.
@@ -392,9 +393,10 @@ class Postgres:
             other one a `Delete`.
         :param columns: the columns to deliver, besides the key; by default all.
         :param chunk_rows: the number of rows that are read in one transaction, and delivered as one
-            item.
+            item; fewer if they have more than about 16 MB.
         :param begin_again: begin again by itself after a `Reset`; otherwise the iteration ends.
-        :param start: the `position` of an item, which the consumer has stored itself.
+        :param start: the `position` of an item, which the consumer has stored itself, or of a
+            snapshot; if the table was not published when that began, there is a `Reset`.
         """
         reader = self._reader(table, where, columns, chunk_rows, "follow()")
         if isinstance(start, (Position, str)):
@@ -428,6 +430,8 @@ class Postgres:
         caller: str,
     ) -> TableReader:
         wrong = mistakes([table])
+        if isinstance(columns, str):
+            wrong.append(f"columns={columns!r} must be a list of names, such as [{columns!r}]")
         if chunk_rows < 1:
             wrong.append(f"chunk_rows={chunk_rows!r} must be at least 1")
         refuse(caller, wrong)
@@ -439,6 +443,8 @@ class Postgres:
             columns=columns,
             rows=chunk_rows,
             binary=self.settings.binary,
+            publication=self.settings.publication_name,
+            followed=caller == "follow()",
         )
 
     async def wait_until_published(self, *tables: str, timeout: float = 30.0) -> None:

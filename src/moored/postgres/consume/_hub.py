@@ -223,7 +223,8 @@ class Hub:
             self._known[name] = known
             return
         # An unknown consumer may have missed any transaction before now.
-        delivered = self._applied if known.progress is None else known.progress.delivered
+        received = max(self._applied, self._last.end)
+        delivered = received if known.progress is None else known.progress.delivered
         # The position is stored when the server has confirmed that it exists: a stored position
         # beyond the end of the WAL would reset all consumers. An earlier one is stored now.
         saved = self._store.consumers().get(name)

@@ -53,14 +53,17 @@ class Rows(Sequence[Row]):
 
 
 class JoinedTransaction(Transaction):
-    """A transaction, without the changes that the delivered rows contain already."""
+    """A transaction, without the changes that the delivered rows contain already.
+
+    :param changes: those that are left; None for all.
+    """
 
     __slots__ = ("_acknowledge", "_changes", "_copy_position")
 
     def __init__(
         self,
         txn: Transaction,
-        changes: list[Delivered],
+        changes: list[Delivered] | None,
         position: CopyPosition,
         acknowledge: Acknowledge,
     ) -> None:
@@ -75,10 +78,10 @@ class JoinedTransaction(Transaction):
         return self._copy_position
 
     def __iter__(self) -> Iterator[Delivered]:
-        return iter(self._changes)
+        return super().__iter__() if self._changes is None else iter(self._changes)
 
     def __len__(self) -> int:
-        return len(self._changes)
+        return super().__len__() if self._changes is None else len(self._changes)
 
     async def ack(self) -> None:
         """Acknowledge the transaction, and the rows that were delivered before it."""

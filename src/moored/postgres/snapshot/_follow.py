@@ -18,7 +18,7 @@ from ..consume import Changes, Hub, Reset, StateStore, Transaction
 from ..decode import Row
 from ._delivery import JoinedTransaction, Rows, delivered
 from ._join import Chunk, CopyState
-from ._position import CopyPosition, CopyProgress
+from ._position import CopyPosition, CopyProgress, CopyVersion
 from ._reader import ColumnsChanged, TableReader, end_task
 from ._snapshot import CopyMeter
 
@@ -31,7 +31,9 @@ LOOK_EVERY = 1.0
 
 Item = Rows | Transaction | Reset
 _TRUNCATED = "the table was truncated while it was copied"
-_OTHER = "the table was altered since its copy began, or where= or columns= are others than before"
+_OTHER = "the consumer had a copy of another table, or with another where= or columns="
+_ALTERED = "the table was altered since its copy began"
+_UNPUBLISHED = "the table was not published when its snapshot began, or not all the time since then"
 _KEYLESS = "the table has no primary key, so its copy cannot be continued"
 
 
@@ -48,17 +50,17 @@ class SavedCopies:
     def __init__(self, store: StateStore) -> None:
         self._store = store
 
-    def load(self, consumer: str) -> tuple[str, int, CopyState] | None:
+    def load(self, consumer: str) -> tuple[CopyVersion, int, CopyState] | None:
         """Return the version of the table, the acknowledged chunks, and all chunks."""
         text = self._store.fact(f"copy {consumer}")
         if text is None:
             return None
         version, acked, *chunks = json.loads(text)
-        return version, acked, CopyState.load(chunks)
+        return CopyVersion.parse(version), acked, CopyState.load(chunks)
 
-    def save(self, consumer: str, version: str, acked: int, state: CopyState) -> None:
+    def save(self, consumer: str, version: CopyVersion, acked: int, state: CopyState) -> None:
         """Store the state of a copy."""
-        text = json.dumps([version, acked, *state.dump()], separators=(",", ":"))
+        text = json.dumps([str(version), acked, *state.dump()], separators=(",", ":"))
         self._store.set_fact(f"copy {consumer}", text)
 
     def drop(self, consumer: str) -> None:
@@ -235,7 +237,7 @@ class Follow:
         end = self._lsn = txn.position.lsn
         settled = self._state.settled(end)
         if settled and self._acked == self._number and not any(self._partial.values()):
-            return txn
+            return JoinedTransaction(txn, None, self._position(), self._acknowledger())
         before = self._state
         changes, self._state = await delivered(self._reader, before, txn, **self._partial)
         self._unsaved |= self._state is not before
@@ -254,7 +256,7 @@ class Follow:
         """Wait until the table is published, and continue a copy, or begin one."""
         await self._published()
         start, saved = self._start, self._saved.load(self.name)
-        version, chunks = "", CopyState()
+        version, chunks = CopyVersion(), CopyState()
         if start is not None:
             version, chunks = start.version, start.state
             self._acked = len(chunks.chunks)
@@ -267,10 +269,14 @@ class Follow:
         self._lsn = self._acknowledged() if start is None else start.position.lsn
         self._state = CopyState(chunks.chunks[: self._acked])
         self._again = list(chunks.chunks[self._acked :])
-        if self._state.complete:
-            return
-        if version != table.version:
+        if version.source != table.version.source:
             self._pending = Reset(_OTHER)
+        elif start is not None and version.published != table.version.published:
+            self._pending = Reset(_UNPUBLISHED)
+        elif self._state.complete:
+            return
+        elif version.columns != table.version.columns:
+            self._pending = Reset(_ALTERED)
         elif not table.key:
             self._pending = Reset(_KEYLESS)
         self._meter.begin(table.qualified, table.estimated, "continued")

@@ -8,7 +8,26 @@ from typing import Any, NamedTuple, Self
 from .._position import Position
 from ._join import CopyState
 
-__all__ = ["COMPLETE", "CopyPosition", "CopyProgress"]
+__all__ = ["COMPLETE", "CopyPosition", "CopyProgress", "CopyVersion"]
+
+
+class CopyVersion(NamedTuple):
+    """What a copy was made of: it can only be continued with the same."""
+
+    #: The table, the condition and the chosen columns.
+    source: str = ""
+    #: The columns of the table as they were: another one after an ALTER TABLE.
+    columns: str = ""
+    #: The table's entry in the publication; empty if its changes were not published.
+    published: str = ""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Parse a version that `str()` has written."""
+        return cls(*text.split("."))
+
+    def __str__(self) -> str:
+        return ".".join(self)
 
 
 class CopyPosition(NamedTuple):
@@ -19,24 +38,23 @@ class CopyPosition(NamedTuple):
 
     position: Position
     state: CopyState
-    #: The version of the table, its columns and its condition.
-    version: str
+    version: CopyVersion
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parse a position that `str()` has written, or one of a transaction."""
+        """Parse a position that `str()` has written, or one of `changes()`."""
         position, _, copy = text.partition(" ")
         try:
+            # A position of `changes()` does not tell what was copied.
             found: list[Any] = json.loads(copy) if copy else ["", *COMPLETE]
-            return cls(Position.parse(position), CopyState.load(found[1:]), str(found[0]))
-        except (ValueError, TypeError, IndexError):
+            state, version = CopyState.load(found[1:]), CopyVersion.parse(found[0])
+            return cls(Position.parse(position), state, version)
+        except (ValueError, TypeError, IndexError, AttributeError):
             raise ValueError(f"{text!r} is not a position: store str(item.position)") from None
 
     def __str__(self) -> str:
-        state = self.state.forget(self.position.lsn)
-        if state.dump() == COMPLETE:
-            return str(self.position)
-        return f"{self.position} {json.dumps([self.version, *state.dump()], separators=(',', ':'))}"
+        chunks = self.state.forget(self.position.lsn).dump()
+        return f"{self.position} {json.dumps([str(self.version), *chunks], separators=(',', ':'))}"
 
 
 #: The state of a complete copy whose snapshots the stream has passed.

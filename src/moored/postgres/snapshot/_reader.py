@@ -22,7 +22,7 @@ from psycopg.adapt import Transformer
 
 from moored.kernel import Backoff, WaitTimeout, describe
 
-from .._errors import PostgresError
+from .._errors import ConfigurationError, PostgresError
 from .._lsn import Lsn
 from ..decode import Row, Types
 from ..server import _admin
@@ -36,10 +36,25 @@ log = logging.getLogger("moored.postgres")
 
 #: Rows that are converted at once, before other tasks run.
 AT_ONCE = 1000
+#: About how many bytes the rows of a chunk have at most, by the size of so many of its first rows.
+CHUNK_BYTES, SAMPLE = 16 << 20, 100
+#: Rows that are looked up by their keys with one query.
+KEYS_AT_ONCE = 1000
 #: How often the writers of a table are looked at, and after how long they are reported, in seconds.
 WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
 #: The first and the longest wait before a chunk is read again after a failure, in seconds.
 BACKOFF = (0.2, 10.0)
+#: The SQLSTATEs, and their beginnings, of a lost connection, of a server that starts or stops, and
+#: of one without a free connection.
+LOST = ("08", "57P", "53300")
+#: What to do about other errors.
+REMEDIES = {
+    "42501": "`moored doctor URL --table NAME` prints the statement that this role needs",
+    "53100": "free disk space at the server",
+    "54001": "simplify where=, or raise max_stack_depth",
+    "55P03": "end the session that locks the table, or raise lock_timeout for this role",
+    "57014": "if it was a timeout, lower chunk_rows, or raise statement_timeout for this role",
+}
 
 Connection = psycopg.AsyncConnection[Any]
 T = TypeVar("T")
@@ -70,7 +85,9 @@ class TableReader:
     :param connect: checks out a connection of the snapshot pool.
     :param where: a condition in SQL: only rows that meet it are read.
     :param columns: the columns to read, besides the key; None for all.
-    :param rows: the number of rows of a chunk.
+    :param rows: the number of rows of a chunk, at most.
+    :param publication: the publication by which the changes of the table are published.
+    :param followed: whether keys of rows and changes are compared.
     """
 
     def __init__(
@@ -83,6 +100,8 @@ class TableReader:
         columns: Sequence[str] | None,
         rows: int,
         binary: bool,
+        publication: str = "",
+        followed: bool = False,
     ) -> None:
         self._connect = connect
         self._types = types
@@ -91,6 +110,10 @@ class TableReader:
         self._columns = columns
         self._rows = rows
         self._binary = binary
+        self._publication = publication
+        self._followed = followed
+        # How many rows a chunk may have by its bytes: of very large rows, few are sampled.
+        self._fitting = SAMPLE // 10
         self._table: SourceTable | None = None
 
     @property
@@ -126,7 +149,7 @@ class TableReader:
 
     async def _begin(self) -> tuple[Lsn, set[int]]:
         async with self._connect() as conn:
-            self._table = await describe_table(conn, self.name, self._where, self._columns)
+            self._table = await self._describe(conn)
         async with self._connect() as conn:
             (start,) = await _row(conn, "SELECT pg_current_wal_insert_lsn()::text")
             # In this order: a commit before that LSN holds its locks, or is visible.
@@ -142,10 +165,21 @@ class TableReader:
 
         async def described() -> SourceTable:
             async with self._connect() as conn:
-                return await describe_table(conn, self.name, self._where, self._columns)
+                return await self._describe(conn)
 
         self._table = await self.retried(described)
         return self._table
+
+    async def _describe(self, conn: Connection) -> SourceTable:
+        columns, publication = self._columns, self._publication
+        table = await describe_table(conn, self.name, self._where, columns, publication)
+        if self._followed and (opaque := [each for each in table.key if each.opaque]):
+            raise ConfigurationError(
+                f"{table.qualified} cannot be followed by its key: values of {opaque[0].name} "
+                f"({opaque[0].cast}) cannot be compared outside of the server; set REPLICA "
+                "IDENTITY to an index of other columns"
+            )
+        return table
 
     async def retried(self, work: Callable[[], Awaitable[T]]) -> T:
         """Do something; after a failure of the connection, do it again."""
@@ -153,11 +187,19 @@ class TableReader:
         while True:
             try:
                 return await work()
-            except (psycopg.OperationalError, TimeoutError, WaitTimeout) as error:
+            except (psycopg.Error, TimeoutError, WaitTimeout) as error:
+                # psycopg may raise the error of a statement in place of its cancellation.
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError from error
+                if isinstance(error, psycopg.Error) and not _is_lost(error):
+                    raise self.failure(error) from error
                 log.warning("reading %s is tried again: %s", self.name, describe(error))
-                await asyncio.sleep(backoff.fail())
-            except psycopg.Error as error:
-                raise PostgresError(f"{self.name} cannot be read: {describe(error)}") from error
+            await asyncio.sleep(backoff.fail())
+
+    def failure(self, error: psycopg.Error) -> PostgresError:
+        """Return what is raised for an error of the server: a retry would not help."""
+        remedy = f": {REMEDIES[state]}" if (state := error.sqlstate) in REMEDIES else ""
+        return PostgresError(f"{self.name} cannot be read: {describe(error)}{remedy}")
 
     # -- chunks ----------------------------------------------------------------------------------
 
@@ -169,7 +211,7 @@ class TableReader:
         """
         table = self.table
         async with self._connect() as conn:
-            lock = psycopg.sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(table.identifier)
+            lock = psycopg.sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(table.rows)
             # The lock is before the snapshot: TRUNCATE and ALTER TABLE in between would change what
             # an older snapshot sees.
             await conn.execute(
@@ -181,7 +223,7 @@ class TableReader:
             found = await conn.execute(_VIEW, {"oid": table.oid})
             sight, limit, marker = await found.fetchone() or ("", "", "")
             if marker != table.marker:
-                table = await describe_table(conn, self.name, self._where, self._columns)
+                table = await self._describe(conn)
             if table.version != self.table.version and not altered:
                 raise ColumnsChanged(
                     f"the table {table.qualified} was altered while it was copied: rows that were "
@@ -194,11 +236,19 @@ class TableReader:
 
         async def look() -> Key | None:
             async with self.view() as view:
-                found = await view.conn.execute(self.table.bound(after, self._rows))
+                rows = await self._chunk_rows(view.conn, after)
+                found = await view.conn.execute(self.table.bound(after, rows))
                 row = await found.fetchone()
                 return None if row is None else tuple(row)
 
         return await self.retried(look) if self.table.key else None
+
+    async def _chunk_rows(self, conn: Connection, after: Key | None) -> int:
+        """Return how many rows are read at once, by the size of the next ones."""
+        sample = min(SAMPLE, self._rows, self._fitting)
+        (size,) = await (await conn.execute(self.table.size(after, sample))).fetchone() or (None,)
+        self._fitting = max(1, CHUNK_BYTES // max(size or 1, 1))
+        return min(self._rows, self._fitting)
 
     async def rows(
         self, view: TableView, after: Key | None, through: Key | None
@@ -208,8 +258,9 @@ class TableReader:
         if through is not None:
             yield await self._result(view.conn, query)
             return
+        some = await self._chunk_rows(view.conn, after)
         await view.conn.execute(psycopg.sql.SQL("DECLARE rows NO SCROLL CURSOR FOR ") + query)
-        fetch = psycopg.sql.SQL("FETCH {} FROM rows").format(psycopg.sql.Literal(self._rows))
+        fetch = psycopg.sql.SQL("FETCH {} FROM rows").format(psycopg.sql.Literal(some))
         while (result := await self._result(view.conn, fetch)).ntuples:
             yield result
 
@@ -285,10 +336,13 @@ class TableReader:
             async with self.view(altered=True) as view:
                 if not view.sight.sees(xid):
                     return None
-                table, limit = view.table, view.limit
-                result = await self._result(view.conn, table.select_keys(keys))
-            rows = [row for some in self.load(result, table) for row in some]
-            return {table.key_of(row): row for row in rows}, limit
+                table, found = view.table, dict[KeyValues, Row]()
+                for first in range(0, len(keys), KEYS_AT_ONCE):
+                    some = table.select_keys(keys[first : first + KEYS_AT_ONCE])
+                    result = await self._result(view.conn, some)
+                    for rows in self.load(result, table):
+                        found |= {table.key_of(row): row for row in rows}
+                return found, view.limit
 
         while (found := await self.retried(look)) is None:  # noqa: ASYNC110 - the server has no event
             await asyncio.sleep(WRITERS_EVERY)
@@ -309,6 +363,12 @@ class TableReader:
                 return found, Chunk(through, view.sight, view.limit)
 
         return await self.retried(attempt)
+
+
+def _is_lost(error: psycopg.Error) -> bool:
+    """Return whether an error is that of a connection, and not of a statement."""
+    state = error.sqlstate
+    return isinstance(error, psycopg.OperationalError) and (not state or state.startswith(LOST))
 
 
 async def _row(conn: Connection, query: str) -> tuple[Any, ...]:

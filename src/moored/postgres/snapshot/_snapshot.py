@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, Self, TypeVar
 
+import psycopg
+
 from moored.kernel import Clock, start_task
 
 from .._errors import PostgresError
@@ -15,7 +17,7 @@ from .._lsn import Lsn
 from .._position import History, Position
 from ..decode import Row
 from ._join import Chunk, CopyState
-from ._position import CopyPosition, CopyProgress
+from ._position import CopyPosition, CopyProgress, CopyVersion
 from ._reader import Pieces, TableReader, end_task
 
 __all__ = ["CopyMeter", "Snapshot"]
@@ -73,8 +75,9 @@ class CopyMeter:
 class Snapshot:
     """The rows of a table: `async with pg.snapshot("orders") as snapshot`.
 
-    Iterate over it for rows, or over `blocks()` for the bytes of COPY, once. The table is read in
-    chunks by ranges of its primary key, each in a short transaction with a snapshot of its own;
+    Iterate once, and inside of the block: over the snapshot for rows, over `chunks()` for lists of
+    rows, or over `blocks()` for the bytes of COPY. The table is read in chunks by ranges of its
+    primary key, each in a short transaction with a snapshot of its own;
     `pg.follow(…, start=snapshot.position)` continues with the changes, and nothing is missing or
     doubled. After a failure of the connection, a chunk is read again.
     """
@@ -94,27 +97,38 @@ class Snapshot:
         self._consistent = consistent
         self._start = start
         self._state = CopyState() if start is None else start.state
+        self._version = CopyVersion() if start is None else start.version
         self._lsn = Lsn(0)
         self._reading: deque[asyncio.Task[Any]] = deque()
+        # Whether the block of `async with` runs; what is iterated over, and its next rows.
+        self._entered = False
+        self._source: Any = None
+        self._rows: list[Row] = []
 
     async def __aenter__(self) -> Self:
         start = self._start
         if start is None:
             self._lsn = await self._reader.begin()
+            self._version = self._reader.table.version
         else:
             self._lsn = start.position.lsn
             table = await self._reader.describe()
-            if table.version != start.version:
+            if table.version[:2] != self._version[:2]:
                 raise PostgresError(
                     f"the snapshot of {table.qualified} cannot be continued: the table was "
                     "altered, or where= and columns= are others; begin a new one"
                 )
         how = "with one snapshot" if self.one_snapshot else "in chunks"
         self._meter.begin(self._reader.table.qualified, self._reader.table.estimated, how)
+        self._entered = True
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._entered = False
+        self._rows.clear()
         await self._cancel()
+        if self._source is not None and not self._source.ag_running:
+            await self._source.aclose()
 
     @property
     def one_snapshot(self) -> bool:
@@ -126,12 +140,15 @@ class Snapshot:
 
     @property
     def position(self) -> CopyPosition:
-        """The last finished chunk: pass it as `start=` to `snapshot()` or `follow()`."""
+        """The last finished chunk: pass it as `start=` to `snapshot()` or `follow()`.
+
+        The rows after it are delivered again, as they are then. A row of them that was delivered
+        before may be deleted by then: to discard no rows, iterate over `chunks()`.
+        """
         history = self._history()
         if history is None:
             raise PostgresError("the position is unknown until the stream has begun")
-        version = self._reader.table.version
-        return CopyPosition(Position(history, self._lsn), self._state, version)
+        return CopyPosition(Position(history, self._lsn), self._state, self._version)
 
     @property
     def progress(self) -> CopyProgress:
@@ -140,53 +157,98 @@ class Snapshot:
 
     async def __aiter__(self) -> AsyncGenerator[Row, None]:
         """Yield the rows, as dicts."""
-        async with aclosing(self._pieces(self._reader.rows)) as results:
-            async for result in results:
-                for rows in self._reader.load(result):
-                    self._meter.count(len(rows))
-                    for row in rows:
-                        yield row
-                    await asyncio.sleep(0)
+        async with aclosing(self._pieces(self._reader.rows)) as found:
+            async for results, chunk in found:
+                for result in results:
+                    for rows in self._reader.load(result):
+                        self._rows = rows
+                        self._meter.count(len(rows))
+                        for row in rows:
+                            yield row
+                        self._check()
+                        await asyncio.sleep(0)
+                self._finished(chunk)
+
+    async def chunks(self) -> AsyncGenerator[list[Row], None]:
+        """Yield the rows of one chunk after the other; `position` is then the end of that chunk.
+
+        Store it with the rows: a snapshot that continues there delivers none of them again. The
+        last list may be empty. With `one_snapshot`, the lists are parts of the only chunk.
+        """
+        async with aclosing(self._pieces(self._reader.rows)) as found:
+            async for results, chunk in found:
+                rows: list[Row] = []
+                for result in results:
+                    for some in self._reader.load(result):
+                        rows += some
+                        await asyncio.sleep(0)
+                self._meter.count(len(rows))
+                self._finished(chunk)
+                yield rows
 
     async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Yield the rows as bytes, in the text format of COPY."""
-        async with aclosing(self._pieces(self._reader.blocks)) as blocks:
-            async for block in blocks:
-                self._meter.count(block.count(b"\n"))
-                yield block
+        async with aclosing(self._pieces(self._reader.blocks)) as found:
+            async for blocks, chunk in found:
+                for block in blocks:
+                    self._meter.count(block.count(b"\n"))
+                    yield block
+                    self._check()
+                    await asyncio.sleep(0)  # the next chunks are received meanwhile
+                self._finished(chunk)
 
-    async def _pieces(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
-        each = self._from_one(read) if self.one_snapshot else self._from_each(read)
-        async with aclosing(each) as pieces:
-            async for piece in pieces:
-                yield piece
+    def _finished(self, chunk: Chunk | None) -> None:
+        if chunk is not None:
+            self._state = self._state.copied(chunk)
+
+    def _check(self) -> None:
+        if not self._entered:
+            raise PostgresError(
+                f"{self!r} is not open, so its rows cannot be read: iterate inside of `async with`"
+            )
+
+    async def _pieces(self, read: Pieces[T]) -> AsyncGenerator[tuple[list[T], Chunk | None], None]:
+        """Yield the pieces of the chunks, and with the last ones of a chunk, the chunk."""
+        self._check()
+        if self._source is not None:
+            raise PostgresError(f"{self!r} can be iterated over once: begin a new snapshot")
+        self._source = self._from_one(read) if self.one_snapshot else self._from_each(read)
+        async with aclosing(self._source) as source:
+            async for pieces in source:
+                self._check()
+                yield pieces
+                pieces[0].clear()  # before the next ones are awaited
+        self._check()
         self._meter.end()
 
-    async def _from_one(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
+    async def _from_one(
+        self, read: Pieces[T]
+    ) -> AsyncGenerator[tuple[list[T], Chunk | None], None]:
         """Read all rows with one snapshot."""
-        async with self._reader.view() as view:
-            async with aclosing(read(view, self._state.after, None)) as pieces:
+        try:
+            async with (
+                self._reader.view() as view,
+                aclosing(read(view, self._state.after, None)) as pieces,
+            ):
                 async for piece in pieces:
-                    yield piece
-            self._state = self._state.copied(Chunk(None, view.sight, view.limit))
+                    yield [piece], None
+            yield [], Chunk(None, view.sight, view.limit)
+        except psycopg.Error as error:
+            raise self._reader.failure(error) from error
 
-    async def _from_each(self, read: Pieces[T]) -> AsyncGenerator[T, None]:
+    async def _from_each(self, read: Pieces[T]) -> AsyncGenerator[tuple[list[T], Chunk], None]:
         """Read chunks with snapshots of their own, some at the same time; yield them in order."""
-        state = self._state
-        after, more = state.after, not state.complete
+        after, more = self._state.after, not self._state.complete
         try:
             while more or self._reading:
                 while more and len(self._reading) < READERS:
                     through = await self._reader.bound(after)
                     self._reading.append(start_task(self._reader.read(read, after, through)))
                     after, more = through, through is not None
-                pieces, chunk = await self._reading[0]
+                chunk = await self._reading[0]
                 self._reading.popleft()
-                for piece in pieces:
-                    yield piece
-                    await asyncio.sleep(0)  # the next chunks are received meanwhile
-                self._state = state = state.copied(chunk)
-                del pieces
+                yield chunk
+                del chunk
         finally:
             await self._cancel()
 

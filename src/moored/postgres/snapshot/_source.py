@@ -16,6 +16,7 @@ from .._errors import ConfigurationError
 from ..consume._tables import parse_table
 from ..decode import UNCHANGED, Row
 from ._join import Key
+from ._position import CopyVersion
 
 __all__ = [
     "DISPLAY",
@@ -27,10 +28,12 @@ __all__ = [
     "writers",
 ]
 
-#: So that values are written as the stream has them.
+#: So that values are written as the stream has them. Row-level security is an error instead of a
+#: copy without the rows that it hides: the stream has their changes.
 DISPLAY = (
     "SET LOCAL bytea_output = 'hex'; SET LOCAL DateStyle = 'ISO, DMY'; SET LOCAL TimeZone = 'UTC'; "
-    "SET LOCAL extra_float_digits = 1; SET LOCAL IntervalStyle = 'postgres'"
+    "SET LOCAL extra_float_digits = 1; SET LOCAL IntervalStyle = 'postgres'; "
+    "SET LOCAL row_security = off"
 )
 
 #: An expression that is another one after the table `oid` was altered, renamed or dropped.
@@ -46,18 +49,28 @@ SELECT c.oid, n.nspname::text, c.relname::text, c.relkind::text, pg_is_in_recove
      AND leaf.oid IN (SELECT c.oid UNION SELECT t.relid FROM pg_partition_tree(c.oid) t)),
   (SELECT i.indexrelid FROM pg_index i
    WHERE i.indrelid = c.oid AND i.indisvalid AND i.indimmediate
-     AND CASE c.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END)
+     AND CASE c.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END),
+  (SELECT p.oid || '/' || coalesce(string_agg(r.oid::text, ',' ORDER BY r.oid), '')
+   FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid AND (r.prrelid = c.oid
+     OR r.prrelid IN (SELECT a.relid FROM pg_partition_ancestors(c.oid) a))
+   WHERE p.pubname = %(publication)s AND EXISTS (
+     SELECT 1 FROM pg_publication_tables t
+     WHERE t.pubname = p.pubname AND t.schemaname = n.nspname AND t.tablename = c.relname)
+   GROUP BY p.oid)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE c.oid = CASE WHEN %(schema)s::text IS NULL THEN to_regclass(quote_ident(%(name)s))::oid ELSE (
   SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   WHERE n.nspname = %(schema)s AND c.relname = %(name)s) END
 """
-# Generated columns are in the stream from PostgreSQL 18 on, if they are stored.
+# Generated columns are in the stream from PostgreSQL 18 on, if they are stored. The last column:
+# whether a value of the type (array, composite, range, interval, jsonb) may be another one, or no
+# key of a dict, once it was a Python value.
 _COLUMNS = """
 SELECT a.attname::text, a.atttypid, format_type(a.atttypid, a.atttypmod),
   CASE WHEN o.oid <> 100 THEN quote_ident(n.nspname) || '.' || quote_ident(o.collname) END,
-  array_position((string_to_array(i.indkey::text, ' '))[1:i.indnkeyatts], a.attnum::text)
-FROM pg_attribute a
+  array_position((string_to_array(i.indkey::text, ' '))[1:i.indnkeyatts], a.attnum::text),
+  t.typcategory IN ('A', 'C', 'R', 'T') OR 'jsonb'::regtype IN (t.oid, t.typbasetype)
+FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
 LEFT JOIN pg_index i ON i.indexrelid = %(key)s
 LEFT JOIN pg_collation o ON o.oid = a.attcollation
 LEFT JOIN pg_namespace n ON n.oid = o.collnamespace
@@ -90,6 +103,8 @@ class KeyColumn(NamedTuple):
     type_oid: int
     #: The type, and the collation unless it is the default, as SQL.
     cast: str
+    #: Whether its values cannot be compared with those of changes.
+    opaque: bool
 
     @property
     def parser(self) -> Any:
@@ -110,8 +125,9 @@ class SourceTable(NamedTuple):
     #: The columns of the primary key, or of the replica identity; empty without one.
     key: tuple[KeyColumn, ...]
     where: str | None
-    #: Another one after an ALTER TABLE that changes columns, and for another condition.
-    version: str
+    #: Whether its rows are in partitions.
+    partitioned: bool
+    version: CopyVersion
     #: The value of MARKER.
     marker: str
 
@@ -121,9 +137,10 @@ class SourceTable(NamedTuple):
         return f"{self.schema}.{self.name}"
 
     @property
-    def identifier(self) -> sql.Identifier:
-        """The name as SQL."""
-        return sql.Identifier(self.schema, self.name)
+    def rows(self) -> sql.Composed:
+        """The table as SQL, without tables that inherit from it: their changes are their own."""
+        only = "" if self.partitioned else "ONLY "
+        return sql.SQL(only + "{}").format(sql.Identifier(self.schema, self.name))
 
     def select(self, after: Key | None, through: Key | None) -> sql.Composed:
         """Return the query of the rows of a range of keys."""
@@ -136,34 +153,50 @@ class SourceTable(NamedTuple):
 
     def select_keys(self, keys: Sequence[KeyValues]) -> sql.Composed:
         """Return the query of the rows with these keys."""
+        # Not a list: of rows with several columns, the server makes one nested expression of it.
         listed = sql.SQL(", ").join(self._values(key) for key in keys)
-        return self._select([sql.SQL("{} IN ({})").format(self._key(), listed)])
+        return self._select([sql.SQL("{} IN (VALUES {})").format(self._key(), listed)])
 
     def _select(self, conditions: list[sql.Composable]) -> sql.Composed:
         if self.where is not None:
-            conditions.append(sql.SQL(f"({self.where})"))
+            conditions.append(sql.SQL(f"({self.where}\n)"))  # it may end with a comment
         return sql.SQL("SELECT {} FROM {}{}").format(
             sql.SQL(", ").join(map(sql.Identifier, self.columns)),
-            self.identifier,
+            self.rows,
             sql.SQL(" WHERE ") + sql.SQL(" AND ").join(conditions) if conditions else sql.SQL(""),
         )
 
     def bound(self, after: Key | None, rows: int) -> sql.Composed:
         """Return the query of the last key of the next chunk; it finds none in the last chunk."""
-        condition: sql.Composable = sql.SQL("")
-        if after is not None:
-            condition = sql.SQL(" WHERE {} > {}").format(self._key(), self._values(after))
         names = [sql.Identifier(column.name) for column in self.key]
         # Outside of the subquery, the strings are made for one row only.
-        return sql.SQL(
-            "SELECT {} FROM (SELECT {names} FROM {}{} ORDER BY {names} OFFSET {} LIMIT 1) AS last"
-        ).format(
+        return sql.SQL("SELECT {} FROM (SELECT {} FROM {} OFFSET {} LIMIT 1) AS last").format(
             sql.SQL(", ").join(sql.SQL("{}::text").format(name) for name in names),
-            self.identifier,
-            condition,
+            sql.SQL(", ").join(names),
+            self._following(after),
             sql.Literal(rows - 1),
-            names=sql.SQL(", ").join(names),
         )
+
+    def size(self, after: Key | None, rows: int) -> sql.Composed:
+        """Return the query of the average size of the next rows as text, in bytes."""
+        return sql.SQL(
+            "SELECT avg(octet_length((next.*)::text))::bigint "
+            "FROM (SELECT {} FROM {} LIMIT {}) AS next"
+        ).format(
+            sql.SQL(", ").join(map(sql.Identifier, self.columns)),
+            self._following(after),
+            sql.Literal(rows),
+        )
+
+    def _following(self, after: Key | None) -> sql.Composed:
+        """Return the rows after a key, in the order of the key, as SQL after FROM."""
+        found = sql.SQL("{}").format(self.rows)
+        if after is not None:
+            found += sql.SQL(" WHERE {} > {}").format(self._key(), self._values(after))
+        if self.key:
+            names = sql.SQL(", ").join(sql.Identifier(column.name) for column in self.key)
+            found += sql.SQL(" ORDER BY {}").format(names)
+        return found
 
     def place(self, bounds: Sequence[Key], keys: Sequence[KeyValues]) -> list[int] | None:
         """Return how many bounds are less than each key; None if only the server can tell."""
@@ -227,14 +260,16 @@ async def describe_table(
     name: str,
     where: str | None = None,
     columns: Sequence[str] | None = None,
+    publication: str = "",
 ) -> SourceTable:
     """Describe a table; raise `ConfigurationError` if it cannot be copied as requested."""
     parsed = parse_table(name)
-    found = await conn.execute(_TABLE, {"schema": parsed.schema, "name": parsed.name})
+    names = {"schema": parsed.schema, "name": parsed.name, "publication": publication}
+    found = await conn.execute(_TABLE, names)
     row = await found.fetchone()
     if row is None:
         raise ConfigurationError(f"the table {name} does not exist")
-    oid, schema, plain, kind, standby, estimated, index = row
+    oid, schema, plain, kind, standby, estimated, index, published = row
     if standby:
         raise ConfigurationError(
             "snapshots need the primary server, and database_url leads to a standby"
@@ -250,9 +285,9 @@ async def describe_table(
         )
     places = {
         place: KeyColumn(
-            name, type_oid, cast if collation is None else f"{cast} COLLATE {collation}"
+            name, type_oid, cast if collation is None else f"{cast} COLLATE {collation}", opaque
         )
-        for name, type_oid, cast, collation, place in listed
+        for name, type_oid, cast, collation, place, opaque in listed
         if place is not None
     }
     key = tuple(places[place] for place in sorted(places))
@@ -267,7 +302,13 @@ async def describe_table(
         columns=tuple(each[0] for each in listed if each[0] in chosen),
         key=key,
         where=where,
-        version=_digest([oid, where, sorted(chosen), listed]),
+        partitioned=kind == "p",
+        version=CopyVersion(
+            # Without `columns`, a column that is added to a complete copy is in its changes.
+            _digest([oid, where, None if columns is None else sorted(chosen)]),
+            _digest(listed),
+            "" if published is None else _digest(published),
+        ),
         marker=marker,
     )
 
