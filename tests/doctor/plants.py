@@ -255,6 +255,20 @@ def unreadable_table(world: World) -> None:
     )
 
 
+@planted("select_privilege")
+def unusable_schema(world: World) -> Options:
+    world.run("revoke usage on schema public from public")
+    return {"tables": ["orders"]}
+
+
+@planted("row_security")
+def row_security_of_a_published_table(world: World) -> None:
+    world.own(
+        f"{PUBLICATION} for table orders",
+        "alter table orders enable row level security, force row level security",
+    )
+
+
 @planted("table_identity")
 def published_table_without_key(world: World) -> None:
     world.own("create table log (line text)", f"{PUBLICATION} for table log")

@@ -9,7 +9,11 @@ _TABLES = """
 WITH named AS (
   SELECT w.name, c.oid FROM unnest(%(schemas)s::text[], %(names)s::text[]) AS w (schema, name)
   LEFT JOIN pg_class c ON c.relname = w.name AND CASE WHEN w.schema IS NULL
-    THEN pg_table_is_visible(c.oid) ELSE relnamespace::regnamespace::text = quote_ident(schema) END
+    -- A schema that the role may not use hides its tables.
+    THEN pg_table_is_visible(c.oid) OR NOT has_schema_privilege(relnamespace, 'USAGE')
+      AND relnamespace::regnamespace::text = ANY (
+        regexp_split_to_array(current_setting('search_path'), ', *'))
+    ELSE relnamespace::regnamespace::text = quote_ident(schema) END
 ), published AS (
   SELECT c.oid FROM pg_publication_tables JOIN pg_class c ON c.relname = tablename
     AND c.relnamespace::regnamespace::text = quote_ident(schemaname)
@@ -127,6 +131,19 @@ class SelectPrivilege(Check):
       ORDER BY shown"""
     problem = "the role {user} may not read {table}: it cannot be copied"
     statements = ("{usage}", "GRANT SELECT ON {table} TO {user}")
+
+
+class RowSecurity(Check):
+    """A table with row-level security that the role does not bypass: it cannot be copied."""
+
+    purpose = "database_url"
+    query = f"""{_TABLES}
+      SELECT shown AS table,
+        CASE WHEN oid IN (SELECT oid FROM named) THEN 'stops' ELSE 'warns' END AS severity
+      FROM tables WHERE row_security_active(oid) ORDER BY shown"""
+    problem = "row-level security may hide rows of {table} from {user}: it cannot be copied"
+    statements = ("ALTER ROLE {user} BYPASSRLS",)
+    advice = "or, if the role owns the table, ALTER TABLE … NO FORCE ROW LEVEL SECURITY"
 
 
 class TableIdentity(Check):
