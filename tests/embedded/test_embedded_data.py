@@ -89,7 +89,7 @@ def test_the_password_file_is_one_that_psql_reads(place: Path) -> None:
 def test_a_user_without_a_stored_password_is_an_error(place: Path) -> None:
     with Kept(place, user="first"):
         pass
-    with pytest.raises(EmbeddedError, match="has the password of 'first', not of 'second'"):
+    with pytest.raises(EmbeddedError, match="no password for 'second', only for 'first'"):
         Kept(place, user="second").start()
 
 
@@ -97,7 +97,7 @@ def test_a_lost_password_can_be_given(place: Path) -> None:
     with Kept(place, password="p@ss:w/rd") as pg:
         assert sql(pg.url, "select 1") == [(1,)]
     (place / "pgpass").unlink()
-    with pytest.raises(EmbeddedError, match="the password of nobody"):
+    with pytest.raises(EmbeddedError, match="no password for 'postgres': pass"):
         Kept(place).start()
     with Kept(place, password="p@ss:w/rd") as pg:
         assert sql(pg.url, "select 1") == [(1,)]

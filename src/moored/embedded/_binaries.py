@@ -110,6 +110,6 @@ def _version(postgres: Path) -> str:
             env=minimal_environment(),
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or error
-        raise BinariesNotFound(f"{postgres} cannot be run here: {said}") from error
+        reason = getattr(error, "stderr", None) or error
+        raise BinariesNotFound(f"{postgres} cannot be run here: {reason}") from error
     return done.stdout.split()[2]

@@ -149,9 +149,9 @@ class Cluster:
         file = self.directory.pgpass
         known = pgpass_passwords(read_file(file)) if file.exists() else {}
         if self.options.user not in known:
-            who = ", ".join(map(repr, known)) or "nobody"
+            others = f", only for {', '.join(map(repr, known))}" if known else ""
             raise EmbeddedError(
-                f"{file} has the password of {who}, not of {self.options.user!r}: "
+                f"{file} has no password for {self.options.user!r}{others}: "
                 "pass another user, or pass the password"
             )
         return known[self.options.user]
