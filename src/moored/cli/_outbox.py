@@ -87,7 +87,12 @@ def install(
 
 
 @app.command("sql")
-def sql_(schema: Schema = "moored", wake: WakeBy = WakeChoice.NOTIFY, grant: Roles = None) -> int:
+def sql_(
+    schema: Schema = "moored",
+    wake: WakeBy = WakeChoice.NOTIFY,
+    grant: Roles = None,
+    as_json: Json = False,
+) -> int:
     """Print the statements that `install` runs, for a migration tool.
 
     Example:
@@ -95,7 +100,8 @@ def sql_(schema: Schema = "moored", wake: WakeBy = WakeChoice.NOTIFY, grant: Rol
         moored outbox sql --grant app > migrations/0007_outbox.sql
     """
     text = _sql(lambda: ddl(schema, wake=wake.value))
-    typer.echo(text + "".join(grants(role, schema) for role in grant or ()), nl=False)
+    text += "".join(grants(role, schema) for role in grant or ())
+    show({"sql": text}, as_json, lambda _: typer.echo(text, nl=False))
     return 0
 
 

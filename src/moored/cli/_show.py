@@ -170,7 +170,7 @@ def _stream(now: Mapping[str, Any]) -> Table:
     for name, consumer in now["consumers"].items():
         row(
             f"consumer {name}",
-            f"{'here' if consumer['attached'] else 'away'}, acknowledged "
+            f"{'attached' if consumer['attached'] else 'detached'}, acknowledged "
             f"{consumer['acknowledged'] or 'nothing yet'}, {consumer['outstanding']} outstanding",
         )
     return table
