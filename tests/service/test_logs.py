@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from moored.kernel import SECRETS, MooredError, Recorder
+from moored.kernel import SECRETS, Backoff, Child, Context, MooredError, Recorder, Supervisor
 from moored.service._logs import Logs
 
 pytestmark = pytest.mark.pure
@@ -104,6 +104,30 @@ def test_an_unexpected_failure_is_logged_with_its_traceback() -> None:
     text = said.getvalue()
     assert "Traceback" in text
     assert f'secret = "{secret}"' not in text.replace("            secret =", "")
+
+
+async def test_a_lost_connection_is_one_line_with_its_cause_and_the_next_attempt() -> None:
+    errors = iter([ConnectionRefusedError("no server"), KeyError("defect"), KeyError("defect")])
+    said, done = Said(), asyncio.Event()
+
+    async def run(ctx: Context) -> None:
+        ctx.started()
+        if (error := next(errors, None)) is not None:
+            raise error
+        done.set()
+        await asyncio.Event().wait()
+
+    with logs(stream=said) as it:
+        async with Supervisor("orders", intensity=None) as root:
+            root.recorder.subscribe(it.sink)
+            await root.start_child(Child("importer", run, backoff=Backoff(0.01)))
+            await asyncio.wait_for(done.wait(), 60)
+    text = said.getvalue()
+    lost = [line for line in said.lines if "no server" in line]
+    assert len(lost) == 1
+    assert "orders/importer: 1st restart in 0.0 s, because no server (ConnectionRefused" in lost[0]
+    assert text.count("Traceback") == 1
+    assert text.count("KeyError: 'defect'") == 1
 
 
 def test_a_failure_that_is_recorded_and_logged_is_one_line() -> None:

@@ -17,7 +17,7 @@ from ._errors import RestartRequested, StartFailed, SupervisionError
 from ._loop_end import unless_loop_ends
 from ._ownership import Reason, adopt, reason_of
 from ._recorder import Event
-from ._rules import Restart, wants_restart
+from ._rules import Restart, is_defect, wants_restart
 from ._secrets import SECRETS
 from ._tree import Tree
 from ._words import describe
@@ -71,10 +71,12 @@ class ChildRunner:
         self.state = state
         self.since = self.supervisor.clock.monotonic()
 
-    def record(self, text: str, kind: str, *, cause: BaseException | None = None) -> None:
+    def record(
+        self, text: str, kind: str, *, cause: BaseException | None = None, **data: Any
+    ) -> None:
         """Record an event of this child, which becomes the cause of the next one."""
         self.why = self.supervisor.recorder.record(
-            self.path, text, kind=kind, cause=cause or self.why, generation=self.generation
+            self.path, text, kind=kind, cause=cause or self.why, generation=self.generation, **data
         )
 
     # -- starting ------------------------------------------------------------------------------
@@ -170,12 +172,14 @@ class ChildRunner:
     def _note_end(self, reason: Reason) -> None:
         self.enter("waiting" if wants_restart(self.child.restart, reason) else "finished")
         if isinstance(reason, BaseException):
-            self.last_failure = describe(reason)
+            before, self.last_failure = self.last_failure, describe(reason)
+            restarts = self.state == "waiting"
             if isinstance(reason, RestartRequested):
                 log.debug("%s requested a restart: %s", self.path, self.last_failure)
-            else:
-                log.warning("%s failed: %s", self.path, self.last_failure, exc_info=reason)
-            self.record("failed", "failure", cause=reason)
+            elif is_defect(reason) or not restarts:  # else the line about the restart has the cause
+                trace = reason if is_defect(reason) and before != self.last_failure else None
+                log.warning("%s failed: %s", self.path, self.last_failure, exc_info=trace)
+            self.record("failed", "failure", cause=reason, restarts=restarts)
         else:
             self.record("ended", "state")
 
@@ -203,7 +207,10 @@ class ChildRunner:
     def _note_halted(self, reason: Reason) -> None:
         if isinstance(reason, BaseException):
             self.last_failure = describe(reason)
-            log.warning("%s failed while stopping", self.path, exc_info=reason)
+            trace = reason if is_defect(reason) else None
+            log.warning(
+                "%s failed while stopping: %s", self.path, self.last_failure, exc_info=trace
+            )
             self.record("failed while stopping", "failure", cause=reason)
         else:
             self.record("stopped", "state")

@@ -6,8 +6,12 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
+from ._errors import MooredError
 from ._ownership import Reason
 from ._words import describe
+
+#: Classes of other packages whose errors report a lost server: of DB-API, gRPC, HTTP and Redis.
+_LOST = {"ConnectionError", "InterfaceError", "OperationalError", "RpcError", "TransportError"}
 
 
 class Strategy(StrEnum):
@@ -45,6 +49,19 @@ def wants_restart(restart: Restart | RestartName, reason: Reason) -> bool:
     if restart == Restart.PERMANENT:
         return True
     return restart == Restart.TRANSIENT and isinstance(reason, BaseException)
+
+
+def is_defect(error: Reason) -> bool:
+    """Whether the end of a child needs a traceback: its error reports no lost server, and is none
+    of our own, which explain themselves."""
+    if isinstance(error, str):
+        return False
+    if isinstance(error, BaseExceptionGroup):
+        return any(is_defect(each) for each in error.exceptions)
+    if isinstance(error, OSError):
+        return error.filename is not None  # of a file, and not of a socket
+    names = {each.__name__ for each in type(error).__mro__}
+    return not isinstance(error, MooredError | EOFError) and names.isdisjoint(_LOST)
 
 
 def affected(strategy: Strategy, names: Sequence[str], failed: str) -> Sequence[str]:

@@ -34,6 +34,7 @@ from ._errors import (
     BackoffExhausted,
     NotRunning,
     RestartIntensityExceeded,
+    RestartRequested,
     StartFailed,
     SupervisionError,
 )
@@ -49,6 +50,7 @@ from ._rules import (
     StrategyName,
     affected,
     ends_supervisor,
+    is_defect,
     wants_restart,
 )
 from ._tasks import start_task
@@ -359,7 +361,7 @@ class Supervisor:
                 await member.halt()
                 if member.is_temporary:
                     self._forget(member)
-            if not await self._pause(runner):
+            if not await self._pause(runner, reason):
                 return
             try:
                 for member in members:
@@ -388,7 +390,7 @@ class Supervisor:
         self._fail(error, runner)
         return False
 
-    async def _pause(self, runner: ChildRunner) -> bool:
+    async def _pause(self, runner: ChildRunner, reason: Reason) -> bool:
         """Wait for the child's backoff; returns False when its attempts are exhausted."""
         delay = 0.0
         if runner.backoff is not None:
@@ -399,7 +401,13 @@ class Supervisor:
                 return False
         runner.enter("waiting")
         when = f" in {duration(delay)}" if delay else ""
-        runner.record(f"{_ordinal(runner.restarts)} restart{when}", "restarting")
+        text = f"{_ordinal(runner.restarts)} restart{when}"
+        # A failed start is an event of its own, with its cause.
+        failed = isinstance(reason, BaseException) and not isinstance(reason, StartFailed)
+        failure = runner.last_failure if failed else None
+        runner.record(text, "restarting", delay=delay, failure=failure)
+        if failed and not isinstance(reason, RestartRequested) and not is_defect(reason):
+            log.warning("%s failed: %s; %s", runner.path, failure, text)
         if delay:
             await asyncio.sleep(delay)
         return True

@@ -63,14 +63,17 @@ class Logs:
 
     def sink(self, event: Event) -> None:
         """Log an event of the recorder."""
-        level = LEVELS.get(event.kind, logging.DEBUG)
-        if level < logging.ERROR and event.component.startswith(LOGGED_BELOW):
+        level, because = LEVELS.get(event.kind, logging.DEBUG), event.because
+        if failure := event.data.get("failure"):
+            level, because = logging.WARNING, (failure,)  # one line: the next attempt and the cause
+        below = level < logging.ERROR and event.component.startswith(LOGGED_BELOW)
+        if below or event.data.get("restarts"):
             level = logging.DEBUG
         if level >= logging.WARNING:
             self._recorded.append(f"{event.component}: {event.text}")
         known = {**event.data, "component": event.component, "kind": event.kind}
-        if event.because:
-            known["because"] = "; ".join(event.because)
+        if because:
+            known["because"] = "; ".join(because)
         self._log.log(level, event.text, **_not_reserved(known))
 
     def _is_not_recorded_failure(self, record: logging.LogRecord) -> bool:
@@ -124,7 +127,7 @@ class _OncePerMinute:
 
 
 def _is_not_recorded(record: logging.LogRecord) -> bool:
-    """Drop lines that the recorder has too, but keep tracebacks of unexpected failures."""
+    """Drop lines that the recorder has too, but keep tracebacks of defects."""
     if record.name != "moored.supervisor":
         return True
     error = record.exc_info[1] if record.exc_info else None
@@ -177,7 +180,8 @@ def _as_sentence(
     if component := event.pop("component", None):
         event["event"] = f"{component}: {event['event']}"
         event.pop("kind", None)
-        event.pop("generation", None)
+        for name in ("generation", "delay", "failure", "restarts"):
+            event.pop(name, None)
     if because := event.pop("because", None):
         event["event"] = f"{event['event']}, because {because}"
     return event
