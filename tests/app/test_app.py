@@ -22,7 +22,7 @@ from moored.broker import ApiKeys, MemorySource
 from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres import Reset, Transaction
 from moored.rpc import ChannelError
-from moored.service import Config, ServiceError
+from moored.service import Config, Part, ServiceError
 from moored.testing import AppLeaked, running_app
 from moored.testing.demo import Demo, DemoServer
 
@@ -115,6 +115,35 @@ async def test_a_part_waits_for_the_parts_that_it_comes_after() -> None:
         assert seen == ["other", "slow is ready", "later"]
 
 
+async def test_an_app_that_stands_by_is_ready_and_so_are_the_parts_after_it() -> None:
+    app, free, seen = new(), asyncio.Event(), []
+
+    @app.component
+    async def stream(ctx: ComponentContext) -> None:
+        ctx.health("waiting", "another instance has the lock")
+        await free.wait()
+        ctx.health("active")
+        await asyncio.Event().wait()
+
+    @app.component(after=["stream"])
+    async def later(ctx: ComponentContext) -> None:
+        seen.append("later")
+        await asyncio.Event().wait()
+
+    async with app, client(app) as asking:
+        await app.ready(LIMIT)
+        await asyncio.sleep(0)
+        health = await asking.get("/v1/health")
+        parts = {"stream": "waiting", "later": "waiting"}
+        assert (health.status_code, health.json()["parts"]) == (202, parts)
+        assert (await asking.get("/v1/health?ready")).status_code == 200
+        assert "standing by for another instance: stream, later" in app._running().view.sentence()
+        assert seen == []
+        free.set()
+        await until(app, "active")
+        assert seen == ["later"]
+
+
 async def test_a_component_that_runs_once_is_ready_when_it_has_returned() -> None:
     app, gate, seen = new(), asyncio.Event(), []
 
@@ -162,6 +191,30 @@ async def test_a_part_that_fails_is_started_again_and_health_says_why() -> None:
         # What happened stays known after the recovery.
         assert "did not work for" in app.explain("importer")
         assert "the file is gone" in app.explain("importer")
+
+
+async def test_a_component_that_fails_at_each_start_is_never_ready_between() -> None:
+    app, broken, failed, seen = new(), asyncio.Event(), asyncio.Event(), list[str]()
+
+    @app.component
+    async def flaky(ctx: ComponentContext) -> None:
+        await broken.wait()
+        for _ in range(3):  # so that it has begun
+            await asyncio.sleep(0)
+        raise ConnectionError(f"refused {ctx.generation} times")
+
+    async with app:
+        await app.ready(LIMIT)
+        app._running().monitor.subscribe(lambda change: seen.append(change.status))
+        app.recorder.subscribe(lambda event: failed.set() if "3rd restart" in event.text else None)
+        broken.set()
+        await asyncio.wait_for(failed.wait(), LIMIT)
+        assert set(seen) == {"starting"}
+        head, because, restarts, again, *_ = app.explain("flaky").splitlines()
+        assert head.startswith("starting for ")
+        assert because == "  because  refused 3 times (ConnectionError)"
+        assert restarts == "  restarts 3; the last failure: refused 3 times (ConnectionError)"
+        assert again.startswith("  so       it starts again in ")
 
 
 async def test_an_app_is_degraded_without_an_optional_part() -> None:
@@ -248,8 +301,13 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
         metrics = (await asking.get("/metrics")).text
         for family in ("reservoir_size", "postgres_", "broker_subscribers", "sessions"):
             assert f"moored_{family}" in metrics, family
-        for part in ("db", "postgres", "broker", "sessions", "consumer-search"):
+        for part in ("db", "postgres", "broker", "sessions"):
             assert app.explain(part), part
+        consumer = app.explain("consumer-search").splitlines()
+        assert consumer[0].startswith("active for ")
+        assert consumer[1].startswith("  because  handled 1 transaction and ")
+        # The first start of a source is no failure.
+        assert "failure" not in {each.kind for each in app.recorder.events("broker")}
         assert "orders/postgres/manager/connection" in [p for p, _ in app.tree().paths()]
         assert live.up
         assert len(accounts) == 0
@@ -352,7 +410,7 @@ async def test_no_part_may_have_a_name_of_the_status() -> None:
         keys = set(app._running().view.as_dict()) - {"idle"}
     for name in (*keys, "http"):
         with pytest.raises(AppError, match=f"the name '{name}' of a part is taken"):
-            new().component(name=name)(lambda ctx: asyncio.sleep(0))
+            with_part().add(Part(name, lambda wiring: ()))
 
 
 async def test_only_one_broker_is_served_by_the_app() -> None:
@@ -386,6 +444,48 @@ def test_mistakes_are_refused_when_they_are_made() -> None:
         App("a/b")
 
 
+def test_a_function_that_is_not_async_is_refused() -> None:
+    app = new()
+
+    def importer(ctx: ComponentContext) -> None: ...
+
+    with pytest.raises(TypeError, match=r"importer.*is not a coroutine function: define it with"):
+        app.component(importer)  # type: ignore[arg-type]
+    with pytest.raises(AppError, match="has no name: give the component one with name="):
+        app.component(lambda ctx: asyncio.sleep(0))
+
+
+def test_a_consumer_of_a_stream_that_the_app_does_not_open_is_refused(tmp_path: Any) -> None:
+    pg = App("other", config=Config()).postgres("postgresql://localhost/x", state_dir=tmp_path)
+    with pytest.raises(AppError, match=r"'search' follows a Postgres that is not a part of .*orde"):
+        new().consumer(pg, "search")
+
+
+@pytest.mark.parametrize(
+    "url", ["postgres//localhost/x", "http://localhost/x", "orders", "port=a b"]
+)
+def test_a_malformed_url_is_refused_when_it_is_given(url: str) -> None:
+    with pytest.raises(AppError, match="the URL of db is wrong: "):
+        new().pool(url, name="db")
+    with pytest.raises(AppError, match="the URL of pg is wrong: "):
+        new().postgres(url, name="pg")
+
+
+async def test_an_unknown_health_is_refused_with_the_known_ones() -> None:
+    app, raised = new(), asyncio.get_running_loop().create_future()
+
+    @app.component
+    async def importer(ctx: ComponentContext) -> None:
+        try:
+            ctx.health("ok")  # type: ignore[arg-type]
+        except ValueError as error:
+            raised.set_result(str(error))
+        await asyncio.Event().wait()
+
+    async with app:
+        assert "'ok' is no health: report active, sleeping, " in await raised
+
+
 def test_an_app_without_parts_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert new(port=0).run() == 2
     assert "the app orders has no parts: add one, such as app.pool(…)" in capsys.readouterr().err
@@ -396,7 +496,7 @@ async def test_an_app_is_started_once() -> None:
     async with app:
         with pytest.raises(AppError, match="cannot be added"):
             app.pool("postgresql://localhost/y")
-    with pytest.raises(AppError, match="was started before"):
+    with pytest.raises(AppError, match=r"was started before.*create the app .* in a function"):
         async with app:
             pass
 

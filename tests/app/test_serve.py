@@ -81,6 +81,7 @@ def test_with_reload_a_changed_file_is_run_anew(tmp_path: Path) -> None:
         ("nothing:app", "there is no module 'nothing' in"),
         ("orders:db", "orders has no app named 'db': it has app"),
         ("json:app", "json has no app named 'app': create one there with moored.App"),
+        ("orders:app --demo", "--demo runs an app of its own: leave out orders:app, or --demo"),
     ],
 )
 def test_a_wrong_target_is_one_line(
@@ -94,7 +95,7 @@ def test_a_wrong_target_is_one_line(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "orders", raising=False)
-    assert main(["serve", target]) == 2
+    assert main(["serve", *target.split()]) == 2
     assert error in capsys.readouterr().err
 
 

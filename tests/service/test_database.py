@@ -190,7 +190,7 @@ async def test_an_outage_is_one_line_in_the_log_and_its_end_another(
     assert len(lines) == 2, lines
     assert "the stream was lost: the connection was closed" in lines[0]
     assert "the stream is back after " in lines[1]
-    assert "is lost: waiting: the connection was closed (" in notice
+    assert "is lost: starting: the connection was closed (" in notice
 
 
 async def test_a_database_that_is_never_reached_fails_the_start(
@@ -329,6 +329,8 @@ async def test_a_second_instance_waits_and_names_the_lock_holder(
             assert holder["streaming"] is True
             code, body = await second.health()
             assert (code, body["status"]) == (202, "waiting")
+            assert (await second.client.get("/v1/health?ready")).status_code == 200
+            assert "standing by for another instance: postgres" in second.service.view.sentence()
             head, who, what, so = await second.explain()
             assert head.startswith("waiting: acquiring the lock for ")
             assert who.startswith(

@@ -54,8 +54,8 @@ def test_an_optional_part_makes_the_service_degraded_at_worst() -> None:
     health = PartHealth({"lamp": ("lit",), "http": ("ready",)}, optional=["lamp"])
     assert health.status(conditions(lit=False, ready=True)) == "degraded"
     assert health.status(conditions(lit=False, ready=False)) == "starting"
-    assert health.ready(["http"], conditions(lit=False, ready=True))
-    assert not health.ready(["http", "lamp"], conditions(lit=False, ready=True))
+    assert health.worst_of(["http"], conditions(lit=False, ready=True)) == "active"
+    assert health.worst_of(["http", "lamp"], conditions(lit=False, ready=True)) == "starting"
 
 
 def test_the_health_that_a_part_reports_overrides_its_conditions() -> None:

@@ -54,9 +54,9 @@ def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
     it.outages.report("db", "starting", "active", "")
     it.clock.advance(2)
     assert it.outages.as_list()[0]["lasted"] is None
-    it.outages.report("db", "active", "waiting", "lost again")
+    it.outages.report("db", "active", "starting", "lost again")
     it.clock.advance(1)
-    it.outages.report("db", "waiting", "active", "")
+    it.outages.report("db", "starting", "active", "")
     it.outages.report("broker", "degraded", "active", "")
     (incident,) = it.outages.as_list()
     assert incident["lasted"] == 4

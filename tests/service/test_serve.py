@@ -272,10 +272,11 @@ def test_a_taken_port_is_one_line_that_says_what_to_do(service: Running) -> None
     ended = moored("serve", "--port", port)
     assert ended.returncode == 2
     assert ended.stdout == ""
-    assert ended.stderr == (
-        f"moored: cannot listen on 127.0.0.1:{port}: the port is in use. Stop the program that "
-        "listens there (`ss -ltnp` names it), or choose another with --port.\n"
+    assert ended.stderr.startswith(
+        f"moored: cannot listen on 127.0.0.1:{port}: the port is in use by pid "
+        f"{service.process.pid} ({sys.executable}"
     )
+    assert ended.stderr.endswith("). Stop it, or choose another with --port.\n")
 
 
 def test_a_second_service_on_the_same_data_directory_is_refused(service: Running) -> None:

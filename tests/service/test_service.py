@@ -23,9 +23,20 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from moored.kernel import Chart, Child, Context, Machine, MooredError, Tree
-from moored.service import HTTP, Config, Part, Service, ServiceError, Status, Wiring, _feed
+from moored.service import (
+    HTTP,
+    READY_STATES,
+    Config,
+    Part,
+    Service,
+    ServiceError,
+    Status,
+    Wiring,
+    _feed,
+)
 from moored.service._browser_streams import BrowserStreams
 from moored.service._listen import listen
+from moored.service._serve import _ready
 
 LIMIT = 30.0
 
@@ -337,13 +348,15 @@ async def test_the_health_of_the_service_follows_that_of_a_part(word: Status) ->
         answer = await it.client.get("/v1/health")
         assert (answer.status_code, answer.json()["parts"]["lamp"]) == (HTTP[word], word)
         assert answer.json()["status"] == word
+        ready = word in READY_STATES
+        assert (await it.client.get("/v1/health?ready")).status_code == (200 if ready else 503)
         state = (await it.client.get("/v1/status")).json()
-        assert state["conditions"]["lamp_lit"]["met"] is (HTTP[word] == 200)
+        assert state["conditions"]["lamp_lit"]["met"] is ready
         if word != "active":
             assert state["conditions"]["lamp_lit"]["detail"] == f"{word}: somebody says so"
             told = f"not ready: lamp_lit is lost: {word}: somebody says so"
             now = f"{word} now: somebody says so"
-            assert it.said[-1] == (now if HTTP[word] == 200 else told)
+            assert it.said[-1] == (now if ready else told)
         it.lamp.wiring.health("lamp", "active", "it is mended")
         assert (await it.client.get("/v1/health")).status_code == 200
 
@@ -482,6 +495,14 @@ async def test_a_part_that_does_not_work_is_not_shown_as_running() -> None:
         assert 'moored_child_up{path="moored/lamp"} 1.0' in metrics
 
 
+async def test_the_line_about_the_start_names_the_parts() -> None:
+    async with house() as it:
+        await it.light()
+        assert it.lamp.wiring is not None
+        it.lamp.wiring.health("lamp", "active", "40 watts")
+        assert _ready(it.service, 0.25) == "ready after 0.2 s: lamp: 40 watts"
+
+
 async def test_after_a_recovery_the_explanation_shows_the_last_outage() -> None:
     async with house() as it:
         wiring = it.lamp.wiring
@@ -495,7 +516,7 @@ async def test_after_a_recovery_the_explanation_shows_the_last_outage() -> None:
         wiring.health("lamp", "active", "it shines")
         assert await explained() == ["lit, because somebody lit it"]
         it.service.recorder.record("bulb/filament", "failed", kind="failure", cause="it burnt out")
-        wiring.health("lamp", "waiting", "no light")
+        wiring.health("lamp", "degraded", "no light")
         wiring.health("lamp", "starting", "a new bulb")
         _, before, because = await explained()
         assert before.startswith("  before   lamp worked until 2")

@@ -5,10 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of
-from moored.service import HTTP, Config, Part, Service, ServiceError, Status, load_config, serve
+from moored.service import (
+    READY_STATES,
+    Config,
+    Part,
+    Service,
+    ServiceError,
+    Status,
+    connection_string,
+    load_config,
+    serve,
+)
 
 from ._asgi import AppEndpoint
 from ._component import Handle, Run, component_part, consumer_part
@@ -67,6 +78,7 @@ class App:
         self.recorder = recorder or Recorder()
         self._config = config
         self._parts: dict[str, Part] = {}
+        self._streams: list[Postgres] = []
         self._service: Service | None = None
         self._stack: AsyncExitStack | None = None
         #: The HTTP app: health, status, explanations, metrics and the page. Mount it at any path.
@@ -89,6 +101,8 @@ class App:
         from ._systems import pool_part
 
         entry = self._entry(name, required, after)
+        if "connect" not in options:  # another driver may have another format
+            _check_url(name, conninfo)
         pool: AsyncConnectionPool[Any] = AsyncConnectionPool(
             conninfo, open=False, name=entry.name, recorder=self.recorder, **options
         )
@@ -110,8 +124,10 @@ class App:
         from ._systems import postgres_part
 
         entry = self._entry(name, required, after)
+        _check_url(name, url)
         pg = Postgres(url, recorder=self.recorder, **options)
         self._add(postgres_part(entry, pg))
+        self._streams.append(pg)
         return pg
 
     def channel(
@@ -243,7 +259,8 @@ class App:
         """
 
         def add(run: Run) -> Run:
-            entry = self._entry(name or run.__name__, required, after)
+            entry = self._entry(name or _name_of(run), required, after)
+            _check_async(entry.name, run)
             self._add(component_part(entry, run, once=once, shutdown=shutdown))
             return run
 
@@ -265,8 +282,15 @@ class App:
         a pause.
         """
 
+        if pg not in self._streams:
+            raise AppError(
+                f"the consumer {consumer!r} follows a Postgres that is not a part of the app "
+                f"{self.name}: nothing would open it; add it with app.postgres(…)"
+            )
+
         def add(handle: Handle) -> Handle:
             entry = self._entry(name or f"consumer-{consumer}", required, after)
+            _check_async(entry.name, handle)
             self._add(consumer_part(entry, pg, consumer, tables, handle))
             return handle
 
@@ -331,7 +355,10 @@ class App:
 
     def _make(self, config: Config, sockets: Any, **options: Any) -> Service:
         if self._service is not None:
-            raise AppError(f"the app {self.name} was started before: create a new one")
+            raise AppError(
+                f"the app {self.name} was started before, and its pools and streams are closed for "
+                "good: create the app and its parts in a function, and call it for each start"
+            )
         if not self._parts:
             raise AppError(f"the app {self.name} has no parts: add one, such as app.pool(…)")
         self._service = Service(
@@ -350,7 +377,7 @@ class App:
         If a part cannot work until somebody changes something, its error is raised at once.
         """
         service = self._running()
-        ready = service.monitor.wait_until(lambda status: HTTP[status] == 200, timeout)
+        ready = service.monitor.wait_until(lambda status: status in READY_STATES, timeout)
         await first_of(ready, asyncio.shield(service.failed))
 
     # -- state ---------------------------------------------------------------------------------
@@ -388,3 +415,24 @@ class App:
     def __repr__(self) -> str:
         state = "new" if self._service is None else self._service.view.status
         return f"<App {self.name}: {state}, parts {', '.join(self._parts) or 'none'}>"
+
+
+def _name_of(run: Any) -> str:
+    if not (name := getattr(run, "__name__", "")).isidentifier():
+        raise AppError(f"{run!r} has no name: give the component one with name=")
+    return name
+
+
+def _check_url(name: str, url: object) -> None:
+    try:
+        if url and isinstance(url, str):  # a function that returns it is checked by its first call
+            connection_string(url)
+    except ValueError as error:
+        raise AppError(f"the URL of {name} is wrong: {error}") from None
+
+
+def _check_async(name: str, function: Any) -> None:
+    if not any(map(iscoroutinefunction, (function, getattr(function, "__call__", None)))):  # noqa: B004
+        raise TypeError(
+            f"{name}: {function!r} is not a coroutine function: define it with async def"
+        )

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from functools import partial
 from typing import Any, TypeAlias
 
 from prometheus_client.registry import Collector
 
-from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder
-from moored.postgres import Postgres, Reset, Transaction
+from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder, counted
+from moored.postgres import Health, Postgres, Reset, Transaction
 from moored.service import Part, Status, Wiring
 
 from ._parts import RETRY, Judgement, PartEntry, Shown, listed
 
 __all__ = ["ComponentContext", "component_part", "consumer_part"]
+
+#: Seconds after which a component that had failed counts as working.
+PROVEN = 2.0
 
 Run: TypeAlias = Callable[["ComponentContext"], Awaitable[None]]
 Handle: TypeAlias = Callable[[Transaction | Reset], Awaitable[None]]
@@ -24,7 +28,8 @@ Handle: TypeAlias = Callable[[Transaction | Reset], Awaitable[None]]
 class ComponentContext:
     """The argument of a component at each start: how it takes part in the app.
 
-    A component is healthy from its start until it fails, unless it reports its health itself.
+    A component is healthy from its start until it fails, unless it reports its health itself. After
+    a failure, it is healthy again when it has run for 2 s, or has called `healthy()`.
     """
 
     def __init__(self, ctx: Context, wiring: Wiring, entry: PartEntry, stack: ExitStack) -> None:
@@ -72,6 +77,7 @@ class ComponentContext:
     def healthy(self) -> None:
         """Report that this component has proven to work, which resets its restart backoff."""
         self._ctx.healthy()
+        self._assume("active", "")
 
     def machine(self, chart: Chart, **options: Any) -> Machine:
         """Return a state machine that is shown while this component runs."""
@@ -94,15 +100,13 @@ class ComponentContext:
     ) -> None:
         """Show these numbers in the status, and this text as the explanation, while it runs.
 
+        :param explain: returns the whole text, or lines that begin with a space, which follow the
+            health of the component.
         :param costs: counts what failures have cost, by name, such as "calls failed"; the page
             shows how many were added in an outage.
         """
-        shown = Shown(statistics, explain or self._explain, costs=costs)
+        shown = Shown(statistics, explain or str, costs=costs)
         self._stack.enter_context(listed(self._wiring, self.path, shown))
-
-    def _explain(self) -> str:
-        status, detail = self._health or ("starting", "")
-        return f"{status}\n  because  {detail}" if detail else status
 
     def __repr__(self) -> str:
         return f"<ComponentContext {self.path} generation {self.generation}>"
@@ -118,9 +122,14 @@ def component_part(entry: PartEntry, run: Run, *, once: bool, shutdown: float) -
                 ctx.started()
             with ExitStack() as stack, entry.failing(wiring):
                 given = ComponentContext(ctx, wiring, entry, stack)
-                # After its first step, in which it may report another health.
+                # Not before its first step, in which it may report another health. After a failure,
+                # that failure is its health until it has proven to work.
                 health: Judgement = ("starting", "it runs") if once else ("active", "")
-                stack.callback(asyncio.get_running_loop().call_soon(given._assume, *health).cancel)
+                loop, assume = asyncio.get_running_loop(), partial(given._assume, *health)
+                first = ctx.generation == 1
+                stack.callback(
+                    (loop.call_soon(assume) if first else loop.call_later(PROVEN, assume)).cancel
+                )
                 await run(given)
             wiring.health(entry.name, "active", "it has finished")
 
@@ -135,19 +144,33 @@ def consumer_part(
 ) -> Part:
     """Return a part that calls a function for each transaction, and then acknowledges it."""
     wanted = [tables] if isinstance(tables, str) else list(tables)
+    handled = resets = 0
+    last: str | None = None
+
+    def explain() -> str:
+        now = pg.statistics()["consumers"].get(consumer, {})
+        lines = [f"handled {counted(handled, 'transaction')} and {counted(resets, 'reset')}"]
+        if last is not None:
+            lines.append(f"everything up to {last} is acknowledged")
+        if number := now.get("outstanding"):
+            lines.append(f"{counted(number, 'received transaction')} to acknowledge")
+        if now.get("unpublished"):
+            lines.append(f"the tables {', '.join(now['unpublished'])} are not published yet")
+        if pg.health is not Health.ACTIVE:
+            lines.append(f"the stream is {pg.health.value}")
+        return "\n".join(f"  because  {each}" for each in lines)
 
     async def run(ctx: ComponentContext) -> None:
-        handled = resets = 0
-        last: Any = None
-        ctx.show(lambda: {"transactions": handled, "resets": resets, "acknowledged": last})
+        nonlocal handled, resets, last
+        ctx.show(lambda: {"transactions": handled, "resets": resets, "acknowledged": last}, explain)
         async with aclosing(pg.changes(consumer, tables=wanted)) as items:
             async for item in items:
                 await handle(item)
                 if isinstance(item, Reset):
                     resets += 1
-                    continue
-                await item.ack()
-                handled, last = handled + 1, str(item.position)
+                else:
+                    await item.ack()
+                    handled, last = handled + 1, str(item.position)
                 ctx.healthy()
 
     return component_part(entry, run, once=False, shutdown=30.0)

@@ -11,7 +11,7 @@ from typing import Any
 from prometheus_client.registry import Collector
 
 from moored.kernel import Backoff, Child, Context, Tree, describe
-from moored.service import Part, Status, System, Wiring
+from moored.service import READY_STATES, Part, Status, System, Wiring
 
 __all__ = ["RETRY", "STOP_TIMEOUT", "Judgement", "PartEntry", "Shown", "listed", "system_part"]
 
@@ -30,7 +30,8 @@ class Shown:
     """How a system is shown: its numbers, its causes and its tree."""
 
     statistics: Callable[[], Mapping[str, Any]]
-    explain: Callable[[], str]
+    #: The whole explanation, or lines that follow the health of the part.
+    explain: Callable[[], str] = str
     tree: Callable[[], Tree] = field(default=lambda: Tree("", "running", 0.0))
     #: What failures have cost callers so far, by name.
     costs: Callable[[], Mapping[str, int]] = dict
@@ -63,11 +64,15 @@ class PartEntry:
         )
 
     async def begin(self, ctx: Context, wiring: Wiring) -> None:
-        """Wait for the parts that this one comes after."""
+        """Wait for the parts that this one comes after; stand by while one of them does."""
         if self.after:
             ctx.started()
-            wiring.health(self.name, "starting", f"waits for {', '.join(self.after)}")
-            await wiring.until_ready(self.after)
+            why = f"waits for {', '.join(self.after)}"
+            if ctx.generation == 1:  # later, the last failure says more
+                wiring.health(self.name, "starting", why)
+            if await wiring.until(self.after, READY_STATES) == "waiting":
+                wiring.health(self.name, "waiting", why)
+                await wiring.until(self.after, ("active", "sleeping", "degraded"))
 
     @contextmanager
     def failing(self, wiring: Wiring) -> Iterator[None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -13,7 +12,7 @@ from typing import Any, Protocol
 from moored.broker import Broker, BrokerApp
 from moored.broker.postgres import OutboxEvents
 from moored.broker.prometheus import BrokerCollector
-from moored.kernel import Child, Context, Tree, counted, describe
+from moored.kernel import Child, Clock, Context, Tree, counted, describe
 from moored.leases import Leases
 from moored.leases.prometheus import LeasesCollector
 from moored.postgres import ConfigurationError, Outbox, Postgres
@@ -110,7 +109,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
 
     def judge() -> Judgement:
         nonlocal few_since, most_online
-        now, online = time.monotonic(), states()["online"]
+        now, online = Clock.current().monotonic(), states()["online"]
         most_online = min(most_online, len(sessions))
         # A new maximum is the progress of a first sign-in, which may take minutes.
         if online > most_online or online >= len(sessions) / 2:
@@ -134,9 +133,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         more = (Tree(f"{rest} more", "running", 0.0),) if rest > 0 else ()
         return replace(whole, children=(*whole.children[:SHOWN_SESSIONS], *more))
 
-    shown = Shown(
-        lambda: {"states": states(), "totals": sessions.totals()}, lambda: judge()[1], tree, costs
-    )
+    shown = Shown(lambda: {"states": states(), "totals": sessions.totals()}, tree=tree, costs=costs)
     return system_part(
         entry,
         "sessions",
@@ -152,14 +149,17 @@ def leases_part(entry: PartEntry, leases: Leases) -> Part:
     """Return a part that keeps a client of a lease store open."""
 
     def judge() -> Judgement:
-        state = repr(leases).strip("<>").partition(": ")[2]
-        return ("active" if leases.statistics().available else "degraded"), state
+        now = leases.statistics()
+        held = counted(now.held, "lease") + (f" ({now.local} local)" if now.local else "")
+        if now.available:
+            return "active", held
+        return "degraded", f"the store does not answer; {held}"
 
     return system_part(
         entry,
         "leases",
         lambda: leases,
-        Shown(lambda: leases.statistics()._asdict(), lambda: "{}\n  because  {}".format(*judge())),
+        Shown(lambda: leases.statistics()._asdict()),
         judge,
         collector=lambda: LeasesCollector(leases),
     )
@@ -182,9 +182,7 @@ def broker_part(entry: PartEntry, broker: Broker, app: BrokerApp | None) -> Part
         entry,
         "broker",
         lambda: broker,
-        Shown(
-            broker.status, lambda: "{}\n  because  {}".format(*broker_health(broker)), broker.tree
-        ),
+        Shown(broker.status, tree=broker.tree),
         lambda: broker_health(broker),
         collector=lambda: BrokerCollector(broker),
         early=True,

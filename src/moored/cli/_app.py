@@ -17,7 +17,7 @@ from rich.text import Text
 
 from moored._version import __version__
 from moored.kernel import SECRETS, MooredError
-from moored.service import HTTP, ConfigError, data_dir_of, load_config, state_dir_of
+from moored.service import READY_STATES, ConfigError, data_dir_of, load_config, state_dir_of
 from moored.service import serve as run_service
 
 from . import _doctor, _leases, _outbox, _sessions, _show, _slots, _snapshot, _target
@@ -124,6 +124,8 @@ def serve(
         moored serve orders:app --host 0.0.0.0 --log-format json
     """
     settings = load_config(config, given)
+    if demo and target is not None:
+        raise typer.BadParameter(f"--demo runs an app of its own: leave out {target}, or --demo")
     if reload:
         rest = [each for each in sys.argv[1:] if each != "--reload"]
         return _target.run_again_on_change([sys.executable, "-m", "moored.cli", *rest])
@@ -139,8 +141,8 @@ def serve(
 def status(url: Url = None, admin_token: Token = None, as_json: Json = False) -> int:
     """Show a running service: its conditions, its parts and its tree.
 
-    Exits with 0 if the service is active, sleeping or degraded, with 1 if it is waiting, starting
-    or failed, and with 2 if no service responds. Examples:
+    Exits with 0 if the service is ready (active, sleeping, degraded or waiting), with 1 if it is
+    starting or failed, and with 2 if no service responds. Examples:
 
         moored status --url http://api-1:8089
 
@@ -149,20 +151,23 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
     client = client_for(url, admin_token)
     state = client.status()
     _show.show(state, as_json, lambda out: out.print(_show.status(state, client.url)))
-    return READY if HTTP.get(state["status"]) == 200 else NOT_READY
+    return READY if state["status"] in READY_STATES else NOT_READY
 
 
 @app.command()
-def top(url: Url = None, admin_token: Token = None, interval: Interval = 1.0) -> int:
+def top(
+    url: Url = None, admin_token: Token = None, interval: Interval = 1.0, as_json: Json = False
+) -> int:
     """Show a running service, as `status` does, anew every second, until Ctrl-C.
 
-    Where the output is no terminal, it is shown once. Example:
+    Where the output is no terminal, and with `--json`, it is shown once. Example:
 
         moored top --interval 5
     """
     client, console = client_for(url, admin_token), Console(highlight=False)
-    if not console.is_terminal:
-        console.print(_show.status(client.status(), client.url))
+    if as_json or not console.is_terminal:
+        state = client.status()
+        _show.show(state, as_json, lambda out: out.print(_show.status(state, client.url)))
         return 0
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:

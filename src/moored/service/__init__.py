@@ -22,8 +22,8 @@ from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
 from ._config_file import load_config
 from ._database import data_dir_of, state_dir_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
-from ._health import HTTP, Status
-from ._parse import is_loopback
+from ._health import HTTP, READY_STATES, Status
+from ._parse import connection_string, is_loopback
 from ._part import Part, System, Wiring, costs_of
 from ._serve import serve
 from ._service import Service
@@ -38,6 +38,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "DRAIN",
     "HTTP",
     "Part",
+    "READY_STATES",
     "ShownPostgres",
     "Status",
     "System",
@@ -50,6 +51,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Config",
     "Knob",
     "Setting",
+    "connection_string",
     "data_dir_of",
     "is_loopback",
     "knobs",

@@ -36,7 +36,7 @@ from ._access import LOCAL_NAMES, LOGIN, AccessControl, refusal
 from ._assets import asset, login_page, page
 from ._config import Config
 from ._feed import Feed
-from ._health import HTTP
+from ._health import HTTP, READY_STATES
 from ._view import View
 
 __all__ = ["make_app"]
@@ -101,8 +101,8 @@ class _Routes:
         # Without reasons: only callers with the token may read those.
         body = {"status": status, "parts": self._view.parts()}
         code = HTTP[status]
-        if "ready" in request.query_params and code != 200:
-            code = 503  # for probes that take 202 for success
+        if "ready" in request.query_params:  # for probes that take 202 for success
+            code = 200 if status in READY_STATES else 503
         return JSONResponse(body, status_code=code, headers={"Cache-Control": "no-store"})
 
     async def status(self, request: Request) -> Response:

@@ -8,14 +8,17 @@ from typing import Literal
 from moored.kernel import Condition
 from moored.postgres import Health
 
-__all__ = ["HTTP", "WORKING", "PartHealth", "Status", "worst"]
+__all__ = ["HTTP", "READY_STATES", "WORKING", "PartHealth", "Status", "worst"]
 
 Status = Literal["active", "sleeping", "degraded", "waiting", "starting", "failed"]
 
 #: The HTTP status of `/v1/health` for each state, from the best to the worst.
 HTTP: Mapping[str, int] = {health.value: health.http for health in Health}
-#: The states of a part that needs no attention.
-WORKING: tuple[Status, ...] = ("active", "sleeping")
+#: The states of a part that needs no attention. One that is "waiting" stands by: another instance
+#: has the lock of its stream.
+WORKING: tuple[Status, ...] = ("active", "sleeping", "waiting")
+#: The states of a service that should get requests: `/v1/health?ready` returns 200.
+READY_STATES: tuple[Status, ...] = (*WORKING, "degraded")
 _ORDER: tuple[Status, ...] = ("active", "sleeping", "degraded", "waiting", "starting", "failed")
 
 
@@ -35,15 +38,22 @@ class PartHealth:
         """Take the names of the parts, each with its conditions, and those that may be down."""
         self._parts = parts
         self._optional = frozenset(optional)
-        self._reported: dict[str, Status] = {}
+        self._reported: dict[str, tuple[Status, float]] = {}
 
     def conditions(self, part: str) -> Sequence[str]:
         """Return the names of the conditions of a part."""
         return self._parts[part]
 
-    def report(self, part: str, state: Status) -> None:
+    def report(self, part: str, state: Status, now: float = 0.0) -> None:
         """Set the health of a part."""
-        self._reported[part] = state
+        if part not in self._reported or self._reported[part][0] != state:
+            self._reported[part] = state, now
+
+    def since(self, part: str, conditions: Mapping[str, Condition]) -> float:
+        """Return when a part has entered its present health, in monotonic seconds."""
+        if part in self._reported:
+            return self._reported[part][1]
+        return max((conditions[name].since for name in self._parts[part]), default=0.0)
 
     def states(self, conditions: Mapping[str, Condition]) -> dict[str, Status]:
         """Return the health of each part."""
@@ -52,15 +62,15 @@ class PartHealth:
     def status(self, conditions: Mapping[str, Condition]) -> Status:
         """Return the worst health of all parts; an optional one makes it degraded at worst."""
         return worst(
-            "degraded" if part in self._optional and HTTP[state] != 200 else state
+            "degraded" if part in self._optional and state not in READY_STATES else state
             for part, state in self.states(conditions).items()
         )
 
-    def ready(self, parts: Iterable[str], conditions: Mapping[str, Condition]) -> bool:
-        """Whether `/v1/health` returns 200 for each of these parts."""
+    def worst_of(self, parts: Iterable[str], conditions: Mapping[str, Condition]) -> Status:
+        """Return the worst health of these parts."""
         states = self.states(conditions)
-        return all(HTTP[states[part]] == 200 for part in parts)
+        return worst(states[part] for part in parts)
 
     def _state(self, part: str, conditions: Mapping[str, Condition]) -> Status:
         met = all(conditions[name].met for name in self._parts[part])
-        return self._reported.get(part, "active" if met else "starting")
+        return self._reported.get(part, ("active" if met else "starting", 0.0))[0]

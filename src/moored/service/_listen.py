@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
+from contextlib import suppress
+from glob import iglob
+from itertools import takewhile
+from pathlib import Path
 
 from ._connections import BACKLOG
 from ._errors import CannotListen
@@ -49,12 +54,32 @@ def _addresses(host: str, port: int) -> list[tuple[socket.AddressFamily, str]]:
 def _why(host: str, port: int, error: OSError) -> str:
     what = f"cannot listen on [{host}]:{port}" if ":" in host else f"cannot listen on {host}:{port}"
     if error.errno == errno.EADDRINUSE:
-        return (
-            f"{what}: the port is in use. Stop the program that listens there (`ss -ltnp` names "
-            "it), or choose another with --port."
-        )
+        who = _listener(port)
+        stop = "Stop it" if who else "Stop the program that listens there (`ss -ltnp` names it)"
+        return f"{what}: the port is in use{who}. {stop}, or choose another with --port."
     if error.errno == errno.EACCES:
         return f"{what}: this user may not bind port {port}. Choose one above 1023 with --port."
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{what}: this machine does not have this address. Choose another with --host."
     return f"{what}: {error.strerror}. Choose another address with --host and --port."
+
+
+def _listener(port: int) -> str:
+    """Return which process listens on a port, if this user may know it."""
+    with suppress(OSError):  # without /proc
+        tables = [Path(each).read_text() for each in iglob("/proc/net/tcp*")]
+        rows = [line.split() for line in "".join(tables).splitlines()]
+        found = {f"socket:[{r[9]}]" for r in rows if r[3] == "0A" and r[1][-5:] == f":{port:04X}"}
+        for path in iglob("/proc/[0-9]*/fd/*"):
+            with suppress(OSError):  # ended meanwhile, or of another user
+                if os.readlink(path) in found:
+                    command = Path(path).parents[1].joinpath("cmdline").read_bytes()
+                    words = command.decode(errors="replace").split("\0")
+                    shown = " ".join(takewhile(_is_no_option, words)).strip()
+                    return f" by pid {path.split('/')[2]} ({shown})"
+    return ""
+
+
+def _is_no_option(word: str) -> bool:
+    """Whether a word of a command may be shown: options and URLs may contain secrets."""
+    return word == "-m" or not (word.startswith("-") or "://" in word)

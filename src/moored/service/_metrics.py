@@ -18,7 +18,7 @@ from moored.kernel.prometheus import Samples, counter, gauge
 
 from ._browser_streams import BrowserStreams
 from ._connections import Connections
-from ._health import HTTP
+from ._health import HTTP, READY_STATES
 from ._view import View
 
 __all__ = ["EventCounter", "registry_of"]
@@ -108,8 +108,8 @@ class _Collector(Collector):
         view = self._view
         build = {"version": __version__, "python": platform.python_version()}
         yield InfoMetricFamily("moored_build", "The versions of Moored and of Python.", build)
-        ready = float(HTTP[view.status] == 200)
-        yield gauge("moored_active", "1 while /v1/health answers 200.", (), _one(ready))
+        ready = float(view.status in READY_STATES)
+        yield gauge("moored_active", "1 while /v1/health?ready answers 200.", (), _one(ready))
         yield gauge(
             "moored_health",
             "1 for the part's current health state, 0 for the others.",

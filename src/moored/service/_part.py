@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -26,7 +26,10 @@ class System(Protocol):
         """Return the state of the system as JSON-serializable data, for `/v1/status`."""
 
     def explain(self) -> str:
-        """Return why the system is in its present state, as text, for `/v1/explain/<part>`."""
+        """Return why the system is in its present state, as text, for `/v1/explain/<part>`.
+
+        Lines that begin with a space, or none, follow the health of the part and its reason.
+        """
 
     def tree(self) -> Tree:
         """Return the system's own supervision tree, shown below the child that runs it."""
@@ -59,11 +62,11 @@ class Wiring:
     give_up: Callable[[MooredError], None]
     #: End the service with this error, at any time: exit code 2, and the message on stderr.
     fail: Callable[[MooredError], None]
-    #: Set the health of a part, with the reason. Its conditions are met while `/v1/health` returns
-    #: 200 for that health.
+    #: Set the health of a part, with the reason. Its conditions are met while `/v1/health?ready`
+    #: returns 200 for that health.
     health: Callable[[str, Status, str], None]
-    #: Wait until these parts are ready.
-    until_ready: Callable[[Sequence[str]], Awaitable[None]]
+    #: Wait until the worst health of these parts is one of these states, and return it.
+    until: Callable[[Sequence[str], Collection[Status]], Awaitable[Status]]
     #: The machines that `/v1/status` and the page show, each with its part.
     machines: dict[Machine, str] = field(default_factory=dict)
     #: The systems to show, by the path of the child that runs each; a part adds its own.

@@ -121,8 +121,9 @@ def _status(service: Service) -> str:
 
 
 def _ready(service: Service, took: float) -> str:
-    details = [each.detail for each in service.monitor.conditions().values() if each.detail]
-    return f"ready after {took:.1f} s" + (f": {', '.join(details)}" if details else "")
+    why = {part: ", ".join(service.view.reasons(part)) for part in service.view.parts()}
+    details = [f"{part}: {text}" for part, text in why.items() if text]
+    return f"ready after {took:.1f} s" + (f": {'; '.join(details)}" if details else "")
 
 
 def _print_error(error: MooredError, code: int) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
 from moored.kernel import Clock, MooredError, Recorder, StatusChange, StatusMonitor, Supervisor
@@ -26,7 +26,7 @@ from ._config import Config
 from ._connections import Connections, max_connections
 from ._database import database_part
 from ._feed import Feed
-from ._health import HTTP, PartHealth, Status
+from ._health import HTTP, READY_STATES, PartHealth, Status
 from ._metrics import EventCounter, registry_of
 from ._outages import PartOutages
 from ._part import Part, Wiring, costs_of
@@ -89,7 +89,7 @@ class Service:
             self._give_up,
             self._fail,
             self._health,
-            self._until_ready,
+            self._until,
         )
         children = [
             Supervisor.child(
@@ -179,10 +179,12 @@ class Service:
                 unsubscribe()
             self._feed.close()
 
-    async def _until_ready(self, parts: Sequence[str]) -> None:
-        await self.monitor.wait_until(
-            lambda _: self._part_health.ready(parts, self.monitor.conditions())
-        )
+    async def _until(self, parts: Sequence[str], states: Collection[Status]) -> Status:
+        def now() -> Status:
+            return self._part_health.worst_of(parts, self.monitor.conditions())
+
+        await self.monitor.wait_until(lambda _: now() in states)
+        return now()
 
     def _give_up(self, error: MooredError) -> None:
         if not self.first_active.done():
@@ -194,12 +196,14 @@ class Service:
             self.failed.set_exception(error)
 
     def _health(self, part: str, state: Status, detail: str) -> None:
+        if state not in HTTP:
+            raise ValueError(f"{state!r} is no health: report {', '.join(HTTP)}")
         before = self._part_health.states(self.monitor.conditions())[part]
-        self._part_health.report(part, state)
+        self._part_health.report(part, state, self._clock.monotonic())
         # The detail contains the state: a condition with an unchanged detail notifies no one.
         text = detail if state == "active" else f"{state}: {detail}"
         for name in self._part_health.conditions(part):
-            if HTTP[state] == 200:
+            if state in READY_STATES:
                 self.monitor.set(name, owner="nobody", detail=text)
             else:
                 self.monitor.clear(name, text)
@@ -207,7 +211,7 @@ class Service:
 
     def _on_change(self, change: StatusChange[Status]) -> None:
         now, detail = self._clock.monotonic(), change.condition.detail
-        is_ready, was_ready = HTTP[change.status] == 200, HTTP[change.previous] == 200
+        is_ready, was_ready = change.status in READY_STATES, change.previous in READY_STATES
         if is_ready and not self.first_active.done():
             self.first_active.set_result(None)
         elif was_ready and not is_ready:

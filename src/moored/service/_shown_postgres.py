@@ -69,6 +69,8 @@ class ShownPostgres:
         if not pg.is_open:
             return
         health = pg.health
+        if health is Health.WAITING and pg.statistics()["lock"]["holder"] is None:
+            health = Health.STARTING  # no other instance is known that it could stand by for
         self._wiring.health(self._part, health.value, self._reason(pg, health))
         if pg.fatal is not None:
             self._wiring.fail(ServiceError(pg.fatal))

@@ -11,9 +11,18 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from moored._version import __version__
-from moored.kernel import Clock, Machine, Recorder, StatusMonitor, Tree, counted, describe
+from moored.kernel import (
+    Clock,
+    Machine,
+    Recorder,
+    StatusMonitor,
+    Tree,
+    counted,
+    describe,
+    duration,
+)
 
-from ._health import HTTP, WORKING, PartHealth, Status, worst
+from ._health import READY_STATES, WORKING, PartHealth, Status, worst
 from ._part import System
 
 __all__ = ["View", "find_component", "grafted"]
@@ -129,12 +138,14 @@ class View:
         states = self.parts()
         bad = {part: state for part, state in states.items() if state not in WORKING}
         if not bad:
-            return f"Everything works: {counted(len(states), 'part')}."
+            standby = ", ".join(part for part in states if states[part] == "waiting")
+            also = f"; standing by for another instance: {standby}" if standby else ""
+            return f"Everything works: {counted(len(states), 'part')}{also}."
         state = worst(bad.values())
         part = next(each for each in bad if bad[each] == state)
-        why = ": ".join([state, *(line.split(None, 1)[1] for line in self._reasons(part))])
+        why = ": ".join([state, *self.reasons(part)])
         others = f"; {len(bad) - 1} more do not work" if len(bad) > 1 else ""
-        ready = "The service works, but" if HTTP[self.status] == 200 else "Not ready:"
+        ready = "The service works, but" if self.status in READY_STATES else "Not ready:"
         return f"{ready} {part} is {why}{others}."
 
     def components(self) -> tuple[str, ...]:
@@ -169,22 +180,39 @@ class View:
                     text = f"{_broken(error)}\n{self.recorder.explain(recorded)}"
                 if "\n  before " in text:
                     return text  # the system explains its last outage itself
-                return "\n".join([text, *self.outage_of(_part_of(path))])
+                part, lines = _part_of(path), text.splitlines()
+                if not text or text.startswith(" "):
+                    lines = [*self._health_of(part), *lines]
+                return "\n".join([*lines, *self._history_of(part)])
         name = component.partition("/")[2] or component
         if name in self.parts():
-            return "\n".join([*self._health_of(name), *self.outage_of(name)])
+            return "\n".join([*self._health_of(name), *self._history_of(name)])
         return "\n".join([self.recorder.explain(recorded), *self._outages_around(component)])
 
     def _health_of(self, part: str) -> Iterator[str]:
-        """Yield the health of a part, and the details of its conditions."""
-        yield self.parts()[part]
-        yield from self._reasons(part)
+        """Yield the health of a part, since when, and the details of its conditions."""
+        since = self.part_health.since(part, self.monitor.conditions())
+        yield f"{self.parts()[part]} for {duration(self.clock.monotonic() - since)}"
+        yield from (f"  because  {each}" for each in self.reasons(part))
 
-    def _reasons(self, part: str) -> Iterator[str]:
+    def _history_of(self, part: str) -> Iterator[str]:
+        """Yield the restarts of the children of a part, the next attempt, and its last outage."""
+        for path, node in self.root().paths():
+            if _part_of(f"{path}/") == part and node.restarts:
+                why = f"; the last failure: {node.last_failure}" if node.last_failure else ""
+                yield f"  restarts {node.restarts}{why}"
+                for event in self.recorder.events(path, limit=1):
+                    if node.state == "waiting" and "delay" in event.data:
+                        left = duration(event.data["delay"] - node.since)
+                        yield f"  so       it starts again in {left}"
+        yield from self.outage_of(part)
+
+    def reasons(self, part: str) -> Iterator[str]:
+        """Yield the details of the conditions of a part."""
         state, conditions = self.parts()[part], self.monitor.conditions()
         for name in self.part_health.conditions(part):
             if detail := conditions[name].detail:
-                yield f"  because  {detail.removeprefix(f'{state}: ')}"
+                yield detail.removeprefix(f"{state}: ")
 
     def _outages_around(self, component: str) -> Iterator[str]:
         """Yield the last outage of each part whose system is above or below this path."""
