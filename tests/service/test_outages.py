@@ -20,7 +20,7 @@ class Incidents:
         self.clock = FakeClock()
         self.recorder = Recorder(clock=self.clock)
         self.costs: Counter[str] = Counter()
-        order = {"moored/server/run": 0, "db": 1, "broker": 2}
+        order = {"moored/server/run": 0, "db": 1, "db/connection": 2, "broker": 3}
         self.outages = PartOutages(
             self.recorder, self.clock, lambda: order, lambda: Counter(self.costs)
         )
@@ -35,6 +35,7 @@ def test_the_cause_of_an_incident_is_the_failure_of_what_was_started_first() -> 
     it.clock.advance(5)
     for component in ("broker", "db", "db", "moored/server/run", "elsewhere"):
         it.fail(component, f"{component} is lost")
+    it.fail("db/connection", "db is lost")  # passed on
     it.outages.report("broker", "active", "degraded", "no source")
     it.outages.report("db", "active", "starting", "no connection")
     (incident,) = it.outages.as_list()

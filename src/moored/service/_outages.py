@@ -156,17 +156,21 @@ class PartOutages:
         return found or [incident.first.detail]
 
     def _failures(self, incident: _Incident) -> list[str]:
-        """Return the first failure of each component, in the order in which they are started."""
+        """Return the first failure of each component, in the order in which they are started.
+
+        A failure that has passed on to other components is listed once.
+        """
         first: dict[str, Event] = {}
         for event in self._recorder.events():
             if event.kind == "failure" and event.at >= incident.first.at - BEFORE:
                 first.setdefault(event.component, event)
         order = self._order()
         causes = sorted(first.values(), key=lambda each: order.get(each.component, len(order)))
-        return [
-            f"{each.component}: {each.because[0] if each.because else each.text}"
-            for each in causes[:MAX_CAUSES]
-        ]
+        shown: dict[str, str] = {}
+        for each in causes:
+            reason = each.because[0] if each.because else each.text
+            shown.setdefault(reason, f"{each.component}: {reason}")
+        return list(shown.values())[:MAX_CAUSES]
 
 
 def _time(wall: float) -> str:
