@@ -20,6 +20,7 @@ __all__ = ["Browser", "Page", "browser"]
 LIMIT = 60.0
 OPTIONS = (
     "--headless",
+    "--hide-scrollbars",
     "--no-sandbox",
     "--disable-gpu",
     "--disable-quic",
@@ -104,7 +105,8 @@ class Page:
         self.command("Emulation.setEmulatedMedia", features=features)
 
     def picture(self, path: Path) -> None:
-        """Write a picture of the window, as PNG."""
+        """Write a picture of the window, from the top of the page on, as PNG."""
+        self.evaluate("document.activeElement.blur(), scrollTo(0, 0)")
         path.write_bytes(b64decode(self.command("Page.captureScreenshot")["data"]))
 
     def _holds(self, expression: str) -> bool:

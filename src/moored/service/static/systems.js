@@ -178,14 +178,10 @@ function machine(it) {
 function manager(place, it) {
   const facts = [];
   if (it.fatal) facts.push(fact("failed", it.fatal));
-  const conditions = make("li", "row");
-  for (const [name, each] of Object.entries(it.conditions)) {
-    const met = each.met ? "met" : "missing";
-    const badge = make("span", `badge ${met}`, name.replaceAll("_", " "));
-    badge.title = `${met} for ${duration(each.for)}${each.detail ? ": " + each.detail : ""}`;
-    conditions.append(badge);
-  }
-  facts.push(conditions);
+  const conditions = Object.entries(it.conditions);
+  const missing = conditions.filter(([, each]) => !each.met);
+  facts.push(fact("conditions", `${conditions.length - missing.length} of ${conditions.length} met`));
+  for (const [name, each] of missing) facts.push(fact(name.replaceAll("_", " "), each.detail || "", "missing"));
   const holder = it.lock.holder;
   if (holder) facts.push(fact("lock", `held by backend ${holder.pid} (${holder.application}, for ${duration(holder.age)})`));
   for (const each of it.slot_blockers) {
