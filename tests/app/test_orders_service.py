@@ -156,6 +156,10 @@ async def test_two_workers_share_the_work_and_a_stop_fails_no_request(
     async with orders.running("--loop", "uvloop", "--workers", "2") as asking:
         # One of them streams, the other is its standby.
         await orders.until_health(asking, {"active", "waiting"})
+        # Both are ready, so a balancer sends requests to both.
+        ready, alone = "/moored/v1/health?ready", {"Connection": "close"}
+        codes = [(await asking.get(ready, headers=alone)).status_code for _ in range(10)]
+        assert codes == [200] * 10
         await stopped_with_requests_in_flight(orders, asking, prices)
 
 
