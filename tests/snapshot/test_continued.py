@@ -91,8 +91,16 @@ async def test_a_column_that_is_added_to_an_unfinished_copy_begins_it_again(
         async with pg.follow("orders", consumer="c", chunk_rows=20) as follow:
             await (await item_of(follow)).ack()
         await sql.execute("alter table orders add column note text")
-        async with pg.follow("orders", consumer="c", chunk_rows=20) as follow:
-            assert await begun_again(follow, "altered") == list(range(1, ROWS + 1))
+        async with pg.follow("orders", consumer="c", chunk_rows=10) as follow:
+            assert await begun_again(follow, "altered since") == list(range(1, ROWS + 1))
+        await pg.drop_consumer("c")
+        async with pg.follow("orders", consumer="c", chunk_rows=10) as follow:
+            item = await item_of(follow)
+            await sql.execute("alter table orders add column more text")
+            while isinstance(item, Rows):
+                item = await item_of(follow)
+            assert "altered while it was copied" in item.reason
+            assert await copied(follow) == list(range(1, ROWS + 1))
 
 
 async def test_a_snapshot_before_the_table_was_published_is_followed_by_a_reset(

@@ -81,19 +81,16 @@ async def begun(pg: Postgres, copy: Copy, size: int, most: int) -> str:
     """Copy some rows with `snapshot()`; return where the follower continues."""
     async with pg.changes("c", tables=["items"]):
         await pg.wait_until_published("items", timeout=LIMIT)
-    rows: list[Any] = []
-    async with pg.snapshot("items", chunk_rows=size) as snapshot, aclosing(aiter(snapshot)) as each:
-        async for row in each:
-            rows.append(row)
-            if len(rows) == most:
+    async with (
+        pg.snapshot("items", chunk_rows=size) as snapshot,
+        aclosing(snapshot.chunks()) as each,
+    ):
+        async for rows in each:
+            copy.add(rows)
+            if copy.copied >= most:
                 break
-            await asyncio.sleep(0.001)
-        state, position = snapshot.position.state, str(snapshot.position)
-    after = state.after
-    # The last chunk may be unfinished, and is copied again.
-    finished = [row for row in rows if state.complete or (after and row["id"] <= int(after[0]))]
-    copy.add(finished)
-    return position
+            await asyncio.sleep(0.001 * len(rows))
+        return str(snapshot.position)
 
 
 async def schedule(

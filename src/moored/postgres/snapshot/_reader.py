@@ -44,9 +44,9 @@ KEYS_AT_ONCE = 1000
 WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
 #: The first and the longest wait before a chunk is read again after a failure, in seconds.
 BACKOFF = (0.2, 10.0)
-#: The SQLSTATEs, and their beginnings, of a lost connection, of a server that starts or stops, and
-#: of one without a free connection.
-LOST = ("08", "57P", "53300")
+#: The SQLSTATEs, and their beginnings, of a lost connection, of a server that starts or stops or
+#: has no connection left, and of a deadlock.
+TEMPORARY = ("08", "57P", "53300", "40")
 #: What to do about other errors.
 REMEDIES = {
     "42501": "`moored doctor URL --table NAME` prints the statement that this role needs",
@@ -191,7 +191,7 @@ class TableReader:
                 # psycopg may raise the error of a statement in place of its cancellation.
                 if (task := asyncio.current_task()) is not None and task.cancelling():
                     raise asyncio.CancelledError from error
-                if isinstance(error, psycopg.Error) and not _is_lost(error):
+                if isinstance(error, psycopg.Error) and not _is_temporary(error):
                     raise self.failure(error) from error
                 log.warning("reading %s is tried again: %s", self.name, describe(error))
             await asyncio.sleep(backoff.fail())
@@ -365,10 +365,10 @@ class TableReader:
         return await self.retried(attempt)
 
 
-def _is_lost(error: psycopg.Error) -> bool:
+def _is_temporary(error: psycopg.Error) -> bool:
     """Return whether an error is that of a connection, and not of a statement."""
-    state = error.sqlstate
-    return isinstance(error, psycopg.OperationalError) and (not state or state.startswith(LOST))
+    state = error.sqlstate or TEMPORARY[0]
+    return isinstance(error, psycopg.OperationalError) and state.startswith(TEMPORARY)
 
 
 async def _row(conn: Connection, query: str) -> tuple[Any, ...]:
