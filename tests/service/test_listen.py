@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from contextlib import ExitStack
 
@@ -31,7 +32,8 @@ def test_the_error_of_a_taken_port_says_what_to_do() -> None:
         with pytest.raises(CannotListen) as caught:
             listen("127.0.0.1", port)
     message = str(caught.value)
-    assert message.startswith(f"cannot listen on 127.0.0.1:{port}: the port is in use. Stop ")
+    by = f"the port is in use by pid {os.getpid()} ("
+    assert message.startswith(f"cannot listen on 127.0.0.1:{port}: {by}")
     assert message.endswith(", or choose another with --port.")
 
 
