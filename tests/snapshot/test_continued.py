@@ -6,10 +6,21 @@ import asyncio
 from contextlib import aclosing
 from typing import Any
 
+import psycopg
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
 
-from moored.postgres import Follow, Position, Postgres, PostgresError, Reset, Rows, Transaction
+from moored.kernel import Tasks
+from moored.postgres import (
+    ConfigurationError,
+    Follow,
+    Position,
+    Postgres,
+    PostgresError,
+    Reset,
+    Rows,
+    Transaction,
+)
 
 from .orders import LIMIT, ROWS, column, copied, item_of
 
@@ -101,6 +112,48 @@ async def test_a_column_that_is_added_to_an_unfinished_copy_begins_it_again(
                 item = await item_of(follow)
             assert "altered while it was copied" in item.reason
             assert await copied(follow) == list(range(1, ROWS + 1))
+
+
+async def test_a_renamed_key_begins_the_copy_again_and_a_renamed_column_is_an_error(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        async with pg.follow("orders", consumer="c", where="price > 70") as follow:
+            await copied(follow)
+            await sql.execute("alter table orders rename column id to number")
+            await sql.execute("insert into orders values (99, 'new', 80)")
+            reset = await item_of(follow)
+            assert "'id' of the key of public.orders was renamed" in reset.reason
+            rows = await item_of(follow)
+            assert [row["number"] for row in rows] == [47, 48, 49, 50, 99]
+        async with pg.follow("orders", consumer="d", columns=["name"]) as follow:
+            await (await item_of(follow)).ack()
+            await sql.execute("alter table orders rename column name to title")
+            await sql.execute("insert into orders values (100, 'new', 80)")
+            with pytest.raises(ConfigurationError, match="have no column name: it was renamed"):
+                await item_of(follow)
+
+
+async def test_a_copy_begins_after_its_table_was_published_again(
+    make: MakePostgres, sql: Sql, streamed_url: str
+) -> None:
+    """Another consumer has had it published, until an operator has removed it."""
+    waits = "select pid from pg_locks where relation = 'orders'::regclass and not granted"
+    async with make() as pg, pg.changes("other", tables=["orders"]):
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        await sql.execute(
+            f"alter publication {pg.settings.publication_name} drop table orders".encode()
+        )
+        async with await psycopg.AsyncConnection.connect(streamed_url) as holder:
+            await holder.execute("lock table orders in share mode")  # rows can be read
+            async with pg.follow("orders", consumer="c") as follow:
+                following = Tasks().start(item_of(follow))
+                async with asyncio.timeout(LIMIT):
+                    while not await column(sql, waits):  # noqa: ASYNC110 - the server has no event
+                        await asyncio.sleep(0.01)
+                assert not (await asyncio.wait([following], timeout=0.5))[0]
+                await holder.rollback()
+                assert len(await following) == ROWS
 
 
 async def test_a_snapshot_before_the_table_was_published_is_followed_by_a_reset(

@@ -489,6 +489,14 @@ class Hub:
         known = self._known.get(name)
         return {} if known is None else known.followed
 
+    def is_confirmed(self, name: str) -> bool:
+        """Return whether the tables of a consumer were published when it attached, or since then.
+
+        They may have been published for another consumer before, and not any more.
+        """
+        known = self._known.get(name)
+        return known is not None and known.confirmed
+
     async def follow(
         self, changes: Changes, tables: dict[str, Followed], missed: str | None, at: int
     ) -> dict[str, str]:

@@ -48,11 +48,16 @@ class Published:
         self._refused.discard(changes)
 
     async def wait(
-        self, tables: Collection[str], consumers: Callable[[], Iterable[Changes]]
+        self,
+        tables: Collection[str],
+        consumers: Callable[[], Iterable[Changes]],
+        confirmed: Callable[[], bool] = lambda: True,
     ) -> None:
         """Wait until these tables are published; without any, all tables of the consumers.
 
         Raises the error of a consumer whose tables cannot be published.
+
+        :param confirmed: must be true as well; called when tables were found to be published.
         """
         while True:
             wanted = set(tables) or {name for each in consumers() for name in each.tables}
@@ -60,7 +65,7 @@ class Published:
                 missing = set(each.tables) - self._tables
                 if each._error is not None and (not tables or missing & wanted):
                     raise each._error
-            if wanted <= self._tables:
+            if wanted <= self._tables and confirmed():
                 return
             self._changed.clear()
             await self._changed.wait()

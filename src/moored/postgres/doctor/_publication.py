@@ -7,7 +7,8 @@ from ._check import Check, Severity
 # The tables that should be followed, and those that are published.
 _TABLES = """
 WITH named AS (
-  SELECT w.name, c.oid FROM unnest(%(schemas)s::text[], %(names)s::text[]) AS w (schema, name)
+  SELECT concat_ws('.', w.schema, w.name) AS name, c.oid
+  FROM unnest(%(schemas)s::text[], %(names)s::text[]) AS w (schema, name)
   LEFT JOIN pg_class c ON c.relname = w.name AND CASE WHEN w.schema IS NULL
     -- A schema that the role may not use hides its tables.
     THEN pg_table_is_visible(c.oid) OR NOT has_schema_privilege(relnamespace, 'USAGE')

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
+from .._errors import ConfigurationError
 from ..consume import Transaction
 from ..decode import UNCHANGED, Change, Delete, Emitted, Insert, Relation, Row, Truncate, Update
 from ._join import ChangePart, CopyState, Joined, Placed
@@ -210,4 +211,10 @@ def _only(reader: TableReader, change: Delivered) -> Delivered:
             return None
         return {name: row[name] for name in reader.table.columns if name in row}
 
+    if change.new is not None and (lost := set(reader.table.columns) - change.new.keys()):
+        raise ConfigurationError(
+            f"the changes of {reader.table.qualified} have no column {', '.join(sorted(lost))}: it "
+            "was renamed or dropped, or the publication leaves it out; change columns=, or the "
+            f"publication (the consumer then gets a Reset)"
+        )
     return _change(type(change), change.relation, some(change.old), some(change.new))

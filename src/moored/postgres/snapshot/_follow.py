@@ -19,8 +19,9 @@ from ..decode import Row
 from ._delivery import JoinedTransaction, Rows, delivered
 from ._join import Chunk, CopyState
 from ._position import CopyPosition, CopyProgress, CopyVersion
-from ._reader import ColumnsChanged, TableReader, end_task
+from ._reader import TableReader, end_task
 from ._snapshot import CopyMeter
+from ._source import ColumnsChanged
 
 __all__ = ["Follow", "SavedCopies"]
 
@@ -285,7 +286,11 @@ class Follow:
         while True:
             try:
                 async with asyncio.timeout(LOOK_EVERY):
-                    await self._hub.published.wait([self._reader.name], self._hub.attached)
+                    await self._hub.published.wait(
+                        [self._reader.name],
+                        self._hub.attached,
+                        lambda: self._hub.is_confirmed(self.name),
+                    )
                     return
             except TimeoutError:
                 if self._changes._closed:

@@ -28,9 +28,17 @@ from ..decode import Row, Types
 from ..server import _admin
 from ._copy_out import BLOCK_BYTES, copy_blocks
 from ._join import Chunk, Key, Sight
-from ._source import DISPLAY, MARKER, KeyValues, SourceTable, describe_table, writers
+from ._source import (
+    DISPLAY,
+    MARKER,
+    ColumnsChanged,
+    KeyValues,
+    SourceTable,
+    describe_table,
+    writers,
+)
 
-__all__ = ["ColumnsChanged", "Pieces", "TableReader", "TableView", "end_task"]
+__all__ = ["Pieces", "TableReader", "TableView", "end_task"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -60,10 +68,6 @@ Connection = psycopg.AsyncConnection[Any]
 T = TypeVar("T")
 
 _VIEW = f"SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text, {MARKER}"
-
-
-class ColumnsChanged(PostgresError):
-    """The columns of a table were changed between two chunks: the copy must begin again."""
 
 
 class TableView(NamedTuple):

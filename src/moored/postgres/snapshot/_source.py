@@ -12,7 +12,7 @@ from uuid import UUID
 import psycopg
 from psycopg import sql
 
-from .._errors import ConfigurationError
+from .._errors import ConfigurationError, PostgresError
 from ..consume._tables import parse_table
 from ..decode import UNCHANGED, Row
 from ._join import Key
@@ -21,6 +21,7 @@ from ._position import CopyVersion
 __all__ = [
     "DISPLAY",
     "MARKER",
+    "ColumnsChanged",
     "KeyColumn",
     "KeyValues",
     "SourceTable",
@@ -94,6 +95,10 @@ _INTEGERS, _UUID = (20, 21, 23), 2950
 
 #: The values of a key as a change has them.
 KeyValues = tuple[Any, ...]
+
+
+class ColumnsChanged(PostgresError):
+    """The columns of a table are others than those of its copy, which must begin again."""
 
 
 class KeyColumn(NamedTuple):
@@ -229,12 +234,17 @@ class SourceTable(NamedTuple):
 
     def key_of(self, row: Row, before: Row | None = None) -> KeyValues:
         """Return the key of a row; of an unchanged large value, from the row before the change."""
-        return tuple(
-            before[column.name]
-            if before is not None and row[column.name] is UNCHANGED
-            else row[column.name]
-            for column in self.key
-        )
+        try:
+            return tuple(
+                before[column.name]
+                if before is not None and row[column.name] is UNCHANGED
+                else row[column.name]
+                for column in self.key
+            )
+        except KeyError as missing:
+            raise ColumnsChanged(
+                f"the column {missing} of the key of {self.qualified} was renamed"
+            ) from None
 
     def _key(self, alias: str | None = None) -> sql.Composed:
         names = [
