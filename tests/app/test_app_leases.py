@@ -7,7 +7,7 @@ from prometheus_client import generate_latest
 
 from moored.app import App
 from moored.kernel import StartFailed
-from moored.service import Config
+from moored.service import Config, ServiceError
 
 
 async def test_leases_are_shown_and_released_with_the_app() -> None:
@@ -35,6 +35,17 @@ async def test_an_app_is_degraded_while_the_store_does_not_answer() -> None:
         await app._running().monitor.wait_until(lambda status: status == "degraded", 60)
         assert "the store does not answer" in app.explain("leases")
         assert not leases.statistics().available
+
+
+async def test_a_later_part_that_cannot_be_opened_fails_the_app_with_its_reason() -> None:
+    app = App("orders", config=Config())
+    app.leases("memory://", name="first")
+    app.leases("redis://127.0.0.1:9", on_unavailable="refuse", after=["first"])
+    async with app:
+        with pytest.raises(ServiceError, match=r"leases cannot start: Redis at .* is unavailable"):
+            await app.ready(60)
+        assert "Redis at 127.0.0.1:9 is unavailable" in app.explain("leases")
+        assert app.status == "failed"
 
 
 async def test_an_app_does_not_start_without_a_store_that_must_answer() -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from prometheus_client.registry import Collector
 
 from moored.kernel import Backoff, Child, Context, Tree, describe
-from moored.service import READY_STATES, Part, Status, System, Wiring
+from moored.service import READY_STATES, Part, ServiceError, Status, System, Wiring
 
 __all__ = ["RETRY", "STOP_TIMEOUT", "Judgement", "PartEntry", "Shown", "listed", "system_part"]
 
@@ -74,6 +74,17 @@ class PartEntry:
                 wiring.health(self.name, "waiting", why)
                 await wiring.until(self.after, ("active", "sleeping", "degraded"))
 
+    async def opened(self, opening: Awaitable[object], wiring: Wiring) -> None:
+        """Wait until a system is open; if that fails, the app fails: it cannot be opened twice."""
+        try:
+            await opening
+        except Exception as error:
+            if not self.after:
+                raise  # and entering the app raises
+            wiring.fail(ServiceError(f"{self.name} cannot start: {describe(error)}"))
+            wiring.health(self.name, "failed", describe(error))
+            await asyncio.Event().wait()
+
     @contextmanager
     def failing(self, wiring: Wiring) -> Iterator[None]:
         """Report the end of a run as the health of the part."""
@@ -119,7 +130,8 @@ def system_part(
             if early and not entry.after:
                 ctx.started()
             with entry.failing(wiring):
-                async with running():
+                async with AsyncExitStack() as stack:
+                    await entry.opened(stack.enter_async_context(running()), wiring)
                     if not early and not entry.after:
                         ctx.started()
                     with listed(wiring, ctx.path, shown):

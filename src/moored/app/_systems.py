@@ -15,14 +15,13 @@ from moored.broker.prometheus import BrokerCollector
 from moored.kernel import Child, Clock, Context, Tree, counted, describe
 from moored.leases import Leases
 from moored.leases.prometheus import LeasesCollector
-from moored.postgres import ConfigurationError, Outbox, Postgres
+from moored.postgres import Outbox, Postgres
 from moored.reservoir import AsyncConnectionPool
 from moored.reservoir.prometheus import ReservoirCollector
 from moored.service import (
     BROKER_PATHS,
     DRAIN,
     Part,
-    ServiceError,
     ShownPostgres,
     Wiring,
     broker_health,
@@ -200,11 +199,7 @@ def postgres_part(entry: PartEntry, pg: Postgres) -> Part:
 
         async def run(ctx: Context) -> None:
             await entry.begin(ctx, wiring)
-            try:
-                await pg.open()
-            except ConfigurationError as error:
-                wiring.fail(ServiceError(str(error)))
-                raise
+            await entry.opened(pg.open(), wiring)
             if not entry.after:
                 ctx.started()
             with view.shown(pg, ctx.path):

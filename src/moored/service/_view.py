@@ -197,14 +197,18 @@ class View:
 
     def _history_of(self, part: str) -> Iterator[str]:
         """Yield the restarts of the children of a part, the next attempt, and its last outage."""
+        known = {None, *self.reasons(part)}
         for path, node in self.root().paths():
             if _part_of(f"{path}/") == part and node.restarts:
-                why = f"; the last failure: {node.last_failure}" if node.last_failure else ""
-                yield f"  restarts {node.restarts}{why}"
+                new = node.last_failure not in known
+                yield f"  restarts {node.restarts}" + (f": {node.last_failure}" if new else "")
                 for event in self.recorder.events(path, limit=1):
                     if node.state == "waiting" and "delay" in event.data:
                         left = duration(event.data["delay"] - node.since)
                         yield f"  so       it starts again in {left}"
+                    elif self.parts()[part] not in READY_STATES:
+                        lasted = duration(node.since)
+                        yield f"  so       it has been {node.state} again for {lasted}"
         yield from self.outage_of(part)
 
     def reasons(self, part: str) -> Iterator[str]:
