@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import weakref
 from itertools import pairwise
 
 import pytest
 from tests.kernel.stage import Stage, settle, virtual
+from tests.logs import silent
 
 from moored.kernel import (
     Backoff,
@@ -607,6 +609,29 @@ async def test_no_task_is_left_and_every_exception_is_retrieved() -> None:
     await asyncio.sleep(0)
     assert complaints == []
     assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_failed_tasks_are_not_kept_alive() -> None:
+    """Not even if the traceback of the failure refers to the task."""
+    failed: weakref.WeakSet[asyncio.Task[object]] = weakref.WeakSet()
+    restarted = asyncio.Event()
+
+    async def fail(ctx: Context) -> None:
+        ctx.started()
+        if ctx.generation > 3:
+            restarted.set()
+            await asyncio.Event().wait()
+        task = asyncio.current_task()
+        assert task is not None
+        failed.add(task)
+        raise ValueError
+
+    # Log records contain tracebacks, and pytest keeps them.
+    with silent("moored"):
+        async with Supervisor(intensity=None, children=[Child("child", fail)]):
+            await restarted.wait()
+    gc.collect()
+    assert not failed
 
 
 async def test_restart_requested_is_logged_without_a_traceback(

@@ -29,7 +29,8 @@ class Owned:
 
     def __init__(self) -> None:
         self._clean_ups: dict[CleanUp, None] = {}
-        self.released: Reason | None = None
+        #: Not the reason: its traceback may refer to the task, which `_owned` would then keep alive.
+        self.released = False
 
     def add(self, clean_up: CleanUp) -> None:
         """Add a clean-up, to run when the task ends."""
@@ -41,8 +42,8 @@ class Owned:
 
     def release(self, reason: Reason) -> None:
         """Run every clean-up, once."""
-        if self.released is None:
-            self.released = reason
+        if not self.released:
+            self.released = True
             while self._clean_ups:
                 clean_up, _ = self._clean_ups.popitem()
                 try:
@@ -76,7 +77,7 @@ def when_ended(owner: asyncio.Task[Any], clean_up: CleanUp) -> Owned:
     if owned is None:
         owned = _owned[owner] = Owned()
         owner.add_done_callback(_released_by_asyncio)
-    if owned.released is not None or owner.done():
+    if owned.released or owner.done():
         raise RuntimeError(
             f"{owner.get_name()} has ended, or was abandoned, so it cannot be an owner"
         )
