@@ -55,6 +55,7 @@ def test_the_variable_runs_one_seed_alone(tmp_path: Path) -> None:
     assert "seed 105 failed (1 of 1 schedules)" in output
 
 
+@pytest.mark.soak
 def test_xdist_workers_use_the_option(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     assert "1 passed" in run_pytest(tmp_path, "-p", "xdist", "--sim-seeds", "5", "-n", "2")

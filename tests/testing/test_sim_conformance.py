@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moored.testing import Sim, run_one
+from moored.testing import Sim, run_one, scaled
 
 
 class Log(asyncio.Protocol):
@@ -16,7 +16,7 @@ class Log(asyncio.Protocol):
 
     def __init__(self, *, keep_open: bool) -> None:
         self.events: list[str] = []
-        self.received = b""
+        self.received = bytearray()
         self.transport: Any = None
         self._keep_open = keep_open
         self._changed = asyncio.Event()
@@ -186,4 +186,4 @@ def _simulate(case: Case, keep_open: bool) -> set[tuple[str, str]]:
     async def scenario(sim: Sim) -> tuple[str, str]:
         return await converse(case, "server", keep_open=keep_open)
 
-    return {run_one(scenario, seed).result() for seed in range(10)}
+    return {run_one(scenario, seed).result() for seed in range(scaled(10, least=3))}

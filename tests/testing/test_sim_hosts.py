@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from moored.kernel._clock import Clock
-from moored.testing import Host, HostKilled, Sim, SimulationError, run_one
+from moored.testing import Host, HostKilled, Sim, SimulationError, run_one, scaled
 from moored.testing._loop import EPOCH
 
 pytestmark = pytest.mark.pure
@@ -19,7 +19,7 @@ Reader = asyncio.StreamReader
 Writer = asyncio.StreamWriter
 
 
-def run(scenario: Callable[[Sim], Awaitable[T]], seeds: int = 20) -> list[T]:
+def run(scenario: Callable[[Sim], Awaitable[T]], seeds: int = scaled(20, least=5)) -> list[T]:
     return [run_one(scenario, seed).result() for seed in range(seeds)]
 
 

@@ -29,7 +29,7 @@ async def silent(reader: Reader, writer: Writer) -> None:
     writer.close()
 
 
-def run(scenario: Callable[[Sim], Awaitable[T]], seeds: int = 20) -> list[T]:
+def run(scenario: Callable[[Sim], Awaitable[T]], seeds: int = scaled(20, least=5)) -> list[T]:
     return [run_one(scenario, seed).result() for seed in range(seeds)]
 
 
@@ -657,7 +657,7 @@ def test_streams_keep_their_order_under_all_faults() -> None:
             ends = [event for event in log.events if event is None or isinstance(event, OSError)]
             assert len(ends) <= 1
 
-    simulate(scenario, 100)
+    simulate(scenario, scaled(100, least=25))
 
 
 def test_healing_a_host_ends_faults_between_it_and_another() -> None:

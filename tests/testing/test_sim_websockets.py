@@ -9,7 +9,7 @@ from websockets.asyncio.client import ClientConnection, connect
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
-from moored.testing import Host, Sim, run_one, simulate
+from moored.testing import Host, Sim, run_one, scaled, simulate
 
 PING, PONG, CLOSE = 20.0, 20.0, 10.0
 
@@ -56,7 +56,7 @@ async def conversation(sim: Sim) -> None:
 
 
 def test_messages_arrive_however_bytes_are_split() -> None:
-    simulate(conversation, 50)
+    simulate(conversation, scaled(50, least=10))
 
 
 async def half_open(sim: Sim) -> float:
@@ -71,7 +71,7 @@ async def half_open(sim: Sim) -> float:
 
 
 def test_the_keepalive_detects_a_half_open_connection_in_virtual_time() -> None:
-    for seed in range(20):
+    for seed in range(scaled(20, least=5)):
         outcome = run_one(half_open, seed, check=False)
         # A ping after 20 s, no pong for 20 s, and up to 10 s for the closing handshake.
         assert PING + PONG <= outcome.result() <= PING + PONG + CLOSE + 1
@@ -95,4 +95,4 @@ def test_a_client_reconnects_to_a_killed_and_restarted_server() -> None:
                 continue
         assert sim.now < 10
 
-    simulate(scenario, 30)
+    simulate(scenario, scaled(30, least=8))
