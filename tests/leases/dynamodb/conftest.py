@@ -67,11 +67,25 @@ async def _warm_up(url: str) -> None:
 
 SERVERS = ["ministack", "dynamo_local"]
 
+#: What runs in `make test` of the tests that need a server: fences, renewal, hand-over to the next
+#: holder, tokens, and the schema that other programs share. All others run in `make soak`.
+REPRESENTATIVES = {
+    "test_the_fence_only_grows",
+    "test_a_renewal_extends_a_lease",
+    "test_an_expired_lease_is_not_taken_back_from_the_next_holder",
+    "test_concurrent_takes_never_share_a_token",
+    "test_the_connections_of_a_pool_are_counted_under_the_host_as_by_other_programs",
+}
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Each server at full scale; at a smaller one the emulator, which starts sooner."""
-    if "server" in metafunc.fixturenames and not hasattr(metafunc.cls, "server"):
-        metafunc.parametrize("server", thorough(SERVERS[:1], SERVERS), indirect=True)
+    if "server" in metafunc.fixturenames:
+        marks = [] if metafunc.function.__name__ in REPRESENTATIVES else [pytest.mark.soak]
+        names = thorough(SERVERS[:1], SERVERS)
+        metafunc.parametrize(
+            "server", [pytest.param(name, marks=marks) for name in names], indirect=True
+        )
 
 
 @pytest.fixture

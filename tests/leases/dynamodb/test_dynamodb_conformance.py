@@ -16,15 +16,12 @@ from tests.leases.conformance import (
 )
 from tests.leases.dynamodb.conftest import well_known
 from tests.leases.dynamodb.servers import DynamoServer
-from tests.leases.scale import thorough
 
 from moored.kernel import Clock
 from moored.leases import Store
 from moored.leases._dynamodb._time import ServerTime
 from moored.leases.dynamodb import CounterStore, DynamoConfig, SlotStore
 from moored.testing import scaled
-
-SERVERS = ("dynamo_local", "ministack")
 
 
 class DynamoStores(StoreTests):
@@ -39,11 +36,6 @@ class DynamoStores(StoreTests):
         # A lease ends later by the width of the bounds of the server's time: on a busy machine, by
         # hundreds of milliseconds.
         await self.pass_time(self.ttl + 1.0)
-
-    @pytest.fixture(params=thorough(["ministack"], SERVERS))
-    def server(self, request: pytest.FixtureRequest) -> DynamoServer:
-        server: DynamoServer = request.getfixturevalue(request.param)
-        return server
 
     @pytest.fixture
     async def open_store(

@@ -21,6 +21,8 @@ from moored.leases import Lease, Leases, StoreUnavailable, connect
 from moored.testing import base_seed, scaled
 from moored.testing.proxy import FaultProxy
 
+pytestmark = pytest.mark.soak
+
 #: Seconds that one call of the store may take here.
 TIMEOUT = 2.0
 #: Three times what anything may take that waits for one call.
@@ -100,7 +102,6 @@ def durable_place(mortal_dynamo_local: DynamoServer, table: str) -> Iterator[Pla
 # -- many processes ------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("fault", "layout"), list(itertools.product(FAULTS, LAYOUTS)))
 def test_the_limit_holds_for_a_fleet_through_an_outage(
     place: Place, fault: str, layout: str, tmp_path: Path
@@ -108,7 +109,6 @@ def test_the_limit_holds_for_a_fleet_through_an_outage(
     through_an_outage(place, fault, layout, tmp_path)
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("layout", thorough(["slots"], LAYOUTS))
 def test_a_fleet_survives_a_sigkill_of_its_server(
     durable_place: Place, layout: str, tmp_path: Path
@@ -186,7 +186,6 @@ async def test_local_leases_are_granted_while_the_store_is_down(place: Place, fa
         assert await leases.acquire(KEY, limit=2) is None
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(("fault", "layout"), list(itertools.product(FAULTS, LAYOUTS)))
 async def test_acquire_is_refused_while_the_store_is_down(
     place: Place, fault: str, layout: str

@@ -155,6 +155,7 @@ async def test_a_lease_written_with_a_wrong_time_is_written_again(
     assert held.expires_in > 55.0
 
 
+@pytest.mark.soak
 async def test_a_proxy_is_not_used_for_a_local_server(
     ministack: Ministack, table: str, monkeypatch: pytest.MonkeyPatch, unused_tcp_port: int
 ) -> None:
