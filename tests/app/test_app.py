@@ -18,9 +18,9 @@ from tests.rpc.servers import EchoServer
 
 import moored
 from moored.app import App, AppError, ComponentContext
-from moored.broker import ApiKeys, MemorySource
+from moored.broker import ApiKeys, LiveEvent, MemorySource
 from moored.embedded import SyncEmbeddedPostgres
-from moored.postgres import Reset, Transaction
+from moored.postgres import Outbox, Reset, Transaction
 from moored.rpc import ChannelError
 from moored.service import Config, Part, ServiceError
 from moored.testing import AppLeaked, running_app
@@ -313,6 +313,21 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
         assert live.up
         assert len(accounts) == 0
     assert db.closed
+
+
+async def test_a_broker_reads_the_outbox_of_a_pool(postgres_url: str) -> None:
+    app = new()
+    db = app.pool(postgres_url, name="db", min_size=1, max_size=3)
+    outbox = Outbox(db, install=True)
+    live = app.broker(outbox, channels=["orders"], canonical=str)
+    async with running_app(app, timeout=LIMIT), live.subscribe("acme") as events:
+        async with asyncio.timeout(LIMIT):
+            await app._running().monitor.wait_until(lambda _: live.up)
+            async with db.connection() as conn:
+                await outbox.publish(conn, "orders", {"id": 1}, tenant="acme")
+            while not isinstance(event := await anext(events), LiveEvent):
+                pass
+    assert json.loads(event.payload) == {"id": 1}
 
 
 async def test_a_pool_whose_server_is_killed_is_seen_and_comes_back() -> None:

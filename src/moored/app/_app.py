@@ -207,7 +207,8 @@ class App:
     ) -> Broker:
         """Add a broker of live events; `options` are those of `Broker`.
 
-        :param source: the outbox of a Postgres of this app (`pg.outbox`), or an `EventSource`.
+        :param source: the outbox of a Postgres of this app (`pg.outbox`), one of a pool, which
+            works in every process (`Outbox(db, listener=pg.listener)`), or an `EventSource`.
         :param authenticate: serve the streams at `v1/subscribe` of this app, to clients with these
             tokens; without it, mount a `BrokerApp` where you like.
         :param origins: the origins of pages that may open streams (CORS).
@@ -220,7 +221,7 @@ class App:
         given = {**source_options(source), **options}
         broker = Broker(name=entry.name, recorder=self.recorder, **given)
         served = authenticate and BrokerApp(broker, authenticate, origins=origins)
-        self._add(broker_part(entry, broker, served))
+        self._add(broker_part(entry, broker, source, served))
         return broker
 
     @overload

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -174,13 +174,22 @@ def source_options(source: Any) -> dict[str, Any]:
     return {"source": events, "replay": events}
 
 
-def broker_part(entry: PartEntry, broker: Broker, app: BrokerApp | None) -> Part:
+def broker_part(entry: PartEntry, broker: Broker, source: Any, app: BrokerApp | None) -> Part:
     """Return a part that feeds a broker, and serves its streams if it has an app."""
+
+    @asynccontextmanager
+    async def running() -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            # The outbox of a Postgres is started by its first use, one of a pool here.
+            if isinstance(source, Outbox) and not (source.on_first_use or source.is_open):
+                await stack.enter_async_context(source)
+            await stack.enter_async_context(broker)
+            yield
 
     return system_part(
         entry,
         "broker",
-        lambda: broker,
+        running,
         Shown(broker.status, tree=broker.tree),
         lambda: broker_health(broker),
         collector=lambda: BrokerCollector(broker),
