@@ -99,12 +99,13 @@ async def published(url: str, stream_id: str, *tables: str) -> None:
     query = "select count(*) from pg_publication_tables where pubname = %s and tablename = any(%s)"
     names = list(tables or ["orders"])
 
-    async def there() -> bool:
-        async with connected(url) as conn:
-            count = await one(conn, query, f"moored_publication_{stream_id}", names)
-        return bool(count == len(names))
+    async with connected(url) as conn:
 
-    await until(there)
+        async def there() -> bool:
+            count = await one(conn, query, f"moored_publication_{stream_id}", names)
+            return bool(count == len(names))
+
+        await until(there)
 
 
 async def following(changes: Changes, limit: float = LIMIT) -> Transaction:

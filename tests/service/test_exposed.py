@@ -13,6 +13,7 @@ from tests.service.support import LIMIT, Running, moored, running, until
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.service._connections import BACKLOG
+from moored.testing import scaled
 
 #: What a client may have sent when it falls silent.
 HALVES = (b"", b"GET /v1/health HT", b"POST /login HTTP/1.1\r\n")
@@ -27,7 +28,7 @@ def test_a_flood_of_silent_connections_does_not_lock_out_clients(postgres_url: s
         before = len(service.lines)
         place = urlsplit(service.url)
         assert place.port is not None
-        for _ in range(4):
+        for _ in range(scaled(4, least=2)):
             # The service finds them all at once, as many as its backlog holds.
             service.process.send_signal(signal.SIGSTOP)
             try:
@@ -69,11 +70,15 @@ def test_the_password_of_the_database_is_exposed_nowhere(tmp_path: Path) -> None
 
 def _all_answers(service: Running) -> dict[str, str]:
     """Return the responses of all routes."""
-    with httpx.Client(base_url=service.url, timeout=LIMIT, trust_env=False) as client:
+    with httpx.Client(base_url=service.url, timeout=LIMIT, trust_env=False, verify=False) as client:
         components = client.get("/v1/explain/nothing").json()["known"]
         assert "moored/postgres" in components
-        paths = ["/", "/v1/status", "/metrics", *(f"/v1/explain/{path}" for path in components)]
+        paths = ("/", "/v1/status", "/metrics")
         answers = {path: client.get(path).raise_for_status().text for path in paths}
+        for path in components:  # in an outage, some end before they are explained
+            answer = client.get(f"/v1/explain/{path}")
+            assert answer.status_code in (200, 404)
+            answers[path] = answer.text
         with client.stream("GET", "/v1/events") as stream:
             first = next(line for line in stream.iter_lines() if line.startswith("data:"))
     return {**answers, "/v1/events": first}

@@ -63,7 +63,8 @@ def test_a_stop_before_the_service_is_ready_exits_with_0(tmp_path: Path) -> None
 def test_an_open_stream_does_not_delay_the_stop(postgres_url: str) -> None:
     with running("--database-url", postgres_url) as service:
         service.wait_active()
-        with httpx.stream("GET", f"{service.url}/v1/events", timeout=60, trust_env=False) as stream:
+        url = f"{service.url}/v1/events"
+        with httpx.stream("GET", url, timeout=60, trust_env=False, verify=False) as stream:
             lines = stream.iter_lines()
             assert next(lines) == "retry: 1000"
             service.process.send_signal(signal.SIGTERM)
@@ -304,7 +305,7 @@ def test_with_a_token_everything_but_health_requires_it(postgres_url: str) -> No
     environ = {"DATABASE_URL": postgres_url, "MOORED_ADMIN_TOKEN": token}
     with running("--host", "0.0.0.0", environ=environ) as service:
         base = service.url.replace("0.0.0.0", "127.0.0.1")
-        with httpx.Client(base_url=base, trust_env=False, timeout=60) as client:
+        with httpx.Client(base_url=base, trust_env=False, verify=False, timeout=60) as client:
             until(lambda: client.get("/v1/health").status_code == 200, "active")
             for path in (
                 "/v1/status",
@@ -350,7 +351,8 @@ def test_a_closed_stdout_does_not_end_the_service(postgres_url: str) -> None:
         url = process.stdout.readline().split()[1]
         process.stdout.close()  # as after `moored serve | head -1`
         health = f"{url}/v1/health"
-        until(lambda: httpx.get(health, trust_env=False).status_code == 200, "active")
+        with httpx.Client(trust_env=False, verify=False) as client:
+            until(lambda: client.get(health).status_code == 200, "active")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert process.stderr.read() == ""

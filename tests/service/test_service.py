@@ -102,7 +102,7 @@ async def house(config: Config | None = None, part: Part | None = None) -> Async
         async with (
             service,
             httpx.AsyncClient(
-                base_url=service.view.address, trust_env=False, timeout=LIMIT
+                base_url=service.view.address, trust_env=False, verify=False, timeout=LIMIT
             ) as client,
         ):
             yield House(service, lamp, client, said)
@@ -173,7 +173,7 @@ async def test_a_stream_begins_with_the_state_and_goes_on_with_what_happens() ->
 
 @pytest.mark.every_loop
 async def test_streams_end_when_the_service_stops() -> None:
-    async with httpx.AsyncClient(trust_env=False, timeout=LIMIT) as watching:
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=LIMIT) as watching:
         async with house() as it:
             request = watching.build_request("GET", f"{it.service.view.address}/v1/events")
             stream = await watching.send(request, stream=True)
