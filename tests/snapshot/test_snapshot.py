@@ -77,6 +77,12 @@ async def test_a_snapshot_continues_after_its_last_finished_chunk(
             position = str(first.position)
         async with pg.snapshot("orders", chunk_rows=10, start=position) as second:
             after = [row["id"] async for row in second]
+            complete = str(second.position)
+        for consistent in (False, True):
+            async with pg.snapshot("orders", start=complete, consistent=consistent) as third:
+                assert await all_rows(third) == []
+        with pytest.raises(PostgresError, match="cannot be continued"):
+            await pg.snapshot("orders", start=f"1{position}").__aenter__()  # of another server
         await sql.execute("alter table orders add column note text")
         with pytest.raises(PostgresError, match="cannot be continued"):
             await pg.snapshot("orders", start=position).__aenter__()

@@ -113,10 +113,12 @@ class Snapshot:
         else:
             self._lsn = start.position.lsn
             table = await self._reader.describe()
-            if table.version[:2] != self._version[:2]:
+            same = self._history() in (None, start.position.history)
+            if not same or table.version[:2] != self._version[:2]:
                 raise PostgresError(
                     f"the snapshot of {table.qualified} cannot be continued: the table was "
-                    "altered, or where= and columns= are others; begin a new one"
+                    "altered, where= or columns= are others, or the database was restored or "
+                    "replaced; begin a new one"
                 )
         how = "with one snapshot" if self.one_snapshot else "in chunks"
         self._meter.begin(self._reader.table.qualified, self._reader.table.estimated, how)
@@ -145,7 +147,7 @@ class Snapshot:
         The rows after it are delivered again, as they are then. A row of them that was delivered
         before may be deleted by then: to discard no rows, iterate over `chunks()`.
         """
-        history = self._history()
+        history = self._history() if self._start is None else self._start.position.history
         if history is None:
             raise PostgresError("the position is unknown until the stream has begun")
         return CopyPosition(Position(history, self._lsn), self._state, self._version)
@@ -225,6 +227,8 @@ class Snapshot:
         self, read: Pieces[T]
     ) -> AsyncGenerator[tuple[list[T], Chunk | None], None]:
         """Read all rows with one snapshot."""
+        if self._state.complete:
+            return
         try:
             async with (
                 self._reader.view() as view,
