@@ -43,8 +43,9 @@ class Page:
         self._number = 0
         #: What the page complained about: exceptions, and console errors.
         self.complaints: list[str] = []
-        for domain in ("Page", "Runtime", "Log", "Network"):
+        for domain in ("Page", "Runtime", "Log"):
             self.command(f"{domain}.enable")
+        self.resize(1280, 300)  # small, because every update of the page is painted
 
     def command(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Send a command to the browser, and return its response."""
@@ -92,7 +93,7 @@ class Page:
         deadline = time.monotonic() + LIMIT
         while not self._holds(expression):
             assert time.monotonic() < deadline, f"never: {expression}; the page:\n{self.text()}"
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     def resize(self, width: int, height: int = 1000) -> None:
         """Set the size of the window."""

@@ -20,7 +20,11 @@ server = DemoServer()
 
 @app.component(after=["chat"])
 async def sign_in(ctx: ComponentContext) -> None:
-    """Start a session for each account."""
-    for number in range(SESSIONS):
+    """Start a session for each account, and report when all are online."""
+    started = [
         await accounts.start(f"account-{number}", Demo(server), on_event=lambda event: None)
+        for number in range(SESSIONS)
+    ]
+    await asyncio.gather(*(each.online() for each in started))
+    print("all sessions are online", flush=True)  # noqa: T201 (the test waits for it)
     await asyncio.Event().wait()
