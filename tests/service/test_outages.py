@@ -35,7 +35,7 @@ def test_the_cause_of_an_incident_is_the_failure_of_what_was_started_first() -> 
     it.clock.advance(5)
     for component in ("broker", "db", "db", "moored/server/run", "elsewhere"):
         it.fail(component, f"{component} is lost")
-    it.fail("db/connection", "db is lost")  # passed on
+    it.fail("db/connection", "db is lost (OSError)")  # passed on
     it.outages.report("broker", "active", "degraded", "no source")
     it.outages.report("db", "active", "starting", "no connection")
     (incident,) = it.outages.as_list()

@@ -6,6 +6,7 @@ the recovery.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -169,7 +170,8 @@ class PartOutages:
         shown: dict[str, str] = {}
         for each in causes:
             reason = each.because[0] if each.because else each.text
-            shown.setdefault(reason, f"{each.component}: {reason}")
+            # Without the class of the error: each component may raise its own.
+            shown.setdefault(re.sub(r" \(\w+\)$", "", reason), f"{each.component}: {reason}")
         return list(shown.values())[:MAX_CAUSES]
 
 
