@@ -76,6 +76,8 @@ def test_top_shows_the_service_once_where_there_is_no_terminal(
     out = capsys.readouterr().out
     assert "Everything works: 2 parts." in out
     assert "└─ http" in out
+    assert main(["top", "--url", service.url, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["sentence"] == "Everything works: 2 parts."
 
 
 def test_explain_without_a_component_shows_what_went_wrong(tmp_path: Path, capsys: Output) -> None:

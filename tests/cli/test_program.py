@@ -39,8 +39,8 @@ def test_without_a_command_the_help_is_shown(bare: Path, capsys: Output) -> None
         assert command in out
 
 
-#: Commands whose output has another form: logs, a screen, rows, SQL.
-WITHOUT_JSON = {"serve", "top", "snapshot", "outbox sql"}
+#: Commands whose output has another form: logs, and rows.
+WITHOUT_JSON = {"serve", "snapshot"}
 
 
 def commands(group: Any, *above: str) -> Iterator[tuple[str, Any]]:
