@@ -144,9 +144,10 @@ class View:
         state = worst(bad.values())
         part = next(each for each in bad if bad[each] == state)
         why = ": ".join([state, *self.reasons(part)])
-        others = f"; {len(bad) - 1} more do not work" if len(bad) > 1 else ""
+        others = ", ".join(each for each in bad if each != part)
+        also = f"; also affected: {others}" if others else ""
         ready = "The service works, but" if self.status in READY_STATES else "Not ready:"
-        return f"{ready} {part} is {why}{others}."
+        return f"{ready} {part} is {why}{also}."
 
     def components(self) -> tuple[str, ...]:
         """Return the components that can be explained: all paths of the tree, and those that only
