@@ -205,6 +205,22 @@ async def test_a_snapshot_before_discarded_transactions_is_followed_by_a_reset(
         assert 99 in await begun_again(follow, "discarded")
 
 
+async def test_a_snapshot_before_the_slot_was_created_again_is_followed_by_a_reset(
+    make: MakePostgres, sql: Sql
+) -> None:
+    """Another process has created it."""
+    async with make() as pg:
+        async with pg.changes("other", tables=["orders"]):
+            await pg.wait_until_published("orders", timeout=LIMIT)
+        position = await published_snapshot(pg)
+    await sql.execute("select pg_drop_replication_slot(%s)", (pg.settings.slot_name,))
+    await sql.execute("insert into orders values (99)")
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+    async with make() as pg, pg.follow("orders", consumer="c", start=position) as follow:
+        assert 99 in await begun_again(follow, "older than the replication slot")
+
+
 async def test_chunks_of_a_continued_snapshot_and_changes_add_up_to_the_table(
     make: MakePostgres, sql: Sql
 ) -> None:

@@ -35,6 +35,9 @@ __all__ = ["Hub"]
 
 log = logging.getLogger("moored.postgres")
 
+#: The stored position at which the slot was created.
+_SLOT_CREATED = "slot created"
+
 
 @dataclass(eq=False)
 class _KnownConsumer:
@@ -87,8 +90,6 @@ class Hub:
         self._continuity = Continuity(NO_COMMIT, 0, 0)
         #: The last known end of the server's WAL; None if unknown.
         self._log_end: int | None = None
-        #: The LSN at which this process has created the slot; 0 if it has not.
-        self._created_at = 0
         #: Whether the slot existed although no state was stored: its consumers are unknown.
         self.adopted = False
         #: The history that is streamed now.
@@ -212,7 +213,7 @@ class Hub:
         history, reason = self._store.history(), None
         if history is not None and start.history != history:
             reason = of_another_history(start, history)
-        elif start.lsn < self._created_at:
+        elif self._precedes_slot(start):
             reason = before_the_slot(start)
         known = self._known.get(name) or _KnownConsumer(name)
         if reason is not None:
@@ -233,6 +234,12 @@ class Hub:
         known.progress, known.start = Progress(start.lsn, delivered), start
         self._known[name] = known
 
+    def _precedes_slot(self, start: Position) -> bool:
+        """Return whether the slot was created after a position, perhaps by another process."""
+        text = self._store.fact(_SLOT_CREATED)
+        created = start if text is None else Position.parse(text)
+        return start.history == created.history and start.lsn < created.lsn
+
     def check_starts(self, history: History, found: Findings) -> None:
         """Reset the consumers whose `start=` does not exist on this server.
 
@@ -240,7 +247,7 @@ class Hub:
         """
         self._log_end = int(found.wal_position)
         if found.slot_created:
-            self._created_at = int(found.confirmed)
+            self._store.set_fact(_SLOT_CREATED, str(Position(history, found.confirmed)))
         for known, start in self._starting():
             if start.history != history:
                 self._refuse_start(known, of_another_history(start, history))
@@ -452,7 +459,7 @@ class Hub:
         await asyncio.to_thread(self._store.reset, reason)
         self._times_reset = self._store.resets().times
         self.seen = None
-        self._applied = self._created_at = 0
+        self._applied = 0
         self._last = NO_COMMIT
         self._log_end = None
         self.published.clear()

@@ -46,7 +46,7 @@ log = logging.getLogger("moored.postgres")
 AT_ONCE = 1000
 #: About how many bytes the rows of a chunk have at most, by the size of so many of its first rows.
 CHUNK_BYTES, SAMPLE = 16 << 20, 100
-#: Rows that are looked up by their keys with one query.
+#: Keys of one query.
 KEYS_AT_ONCE = 1000
 #: How often the writers of a table are looked at, and after how long they are reported, in seconds.
 WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
@@ -321,12 +321,15 @@ class TableReader:
         if found is not None:
             return found
 
-        async def asked() -> list[int]:
+        async def queried() -> list[int]:
+            places: list[int] = []
             async with self._connect() as conn:
-                rows = await conn.execute(self.table.place_by_server(bounds, keys))
-                return [place for (place,) in await rows.fetchall()]
+                for some in _batches(keys):
+                    rows = await conn.execute(self.table.place_by_server(bounds, some))
+                    places += [place for (place,) in await rows.fetchall()]
+            return places
 
-        return await self.retried(asked)
+        return await self.retried(queried)
 
     async def current(
         self, xid: int, keys: Sequence[KeyValues]
@@ -341,9 +344,8 @@ class TableReader:
                 if not view.sight.sees(xid):
                     return None
                 table, found = view.table, dict[KeyValues, Row]()
-                for first in range(0, len(keys), KEYS_AT_ONCE):
-                    some = table.select_keys(keys[first : first + KEYS_AT_ONCE])
-                    result = await self._result(view.conn, some)
+                for some in _batches(keys):
+                    result = await self._result(view.conn, table.select_keys(some))
                     for rows in self.load(result, table):
                         found |= {table.key_of(row): row for row in rows}
                 return found, view.limit
@@ -367,6 +369,10 @@ class TableReader:
                 return found, Chunk(through, view.sight, view.limit)
 
         return await self.retried(attempt)
+
+
+def _batches(keys: Sequence[KeyValues]) -> Iterator[Sequence[KeyValues]]:
+    return (keys[n : n + KEYS_AT_ONCE] for n in range(0, len(keys), KEYS_AT_ONCE))
 
 
 def _is_temporary(error: psycopg.Error) -> bool:
