@@ -77,7 +77,12 @@ MUTANTS = [
 @pytest.mark.parametrize(
     "planted",
     planted_defects(
-        MUTANTS, "live events forgotten in the replay", "live events repeat the replay"
+        MUTANTS,
+        "live events forgotten in the replay",
+        "live events repeat the replay",
+        "gap without a reset",
+        "unbounded buffer",
+        "not registered while it replays",
     ),
 )
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:

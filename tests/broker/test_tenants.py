@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moored.broker import SourceEvent, canonical_uuid
 from moored.broker._tenants import Tenants, Untold
+from moored.testing import scaled
 
 pytestmark = pytest.mark.pure
 
@@ -84,11 +85,12 @@ def test_function_names_the_tenant() -> None:
         tenants.of(SourceEvent("orders", ":7"))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=scaled(200, least=20))
 @given(
     st.recursive(
         st.none() | st.booleans() | st.floats() | st.integers() | st.text(),
         lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.just("org_id"), inner),
+        max_leaves=8,
     )
 )
 def test_any_json_has_a_canonical_tenant_or_a_reason(value: object) -> None:

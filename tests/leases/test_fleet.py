@@ -22,6 +22,7 @@ class TestRedisFleet(FleetTrials):
         return redis_url
 
 
+@pytest.mark.soak
 class TestPostgresFleet(FleetTrials):
     @pytest.fixture
     def url(self, postgres_url: str) -> str:
@@ -54,8 +55,10 @@ def written(target: str, url: str, server: RedisServer) -> list[int]:
     ("store", "target"),
     [
         ("redis", "postgres"),
-        ("postgres", "redis"),
-        *(pytest.param(each, each, marks=pytest.mark.soak) for each in ("redis", "postgres")),
+        *(
+            pytest.param(*each, marks=pytest.mark.soak)
+            for each in (("postgres", "redis"), ("redis", "redis"), ("postgres", "postgres"))
+        ),
     ],
 )
 def test_a_suspended_owner_is_rejected_by_the_fence(

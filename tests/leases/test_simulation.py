@@ -95,7 +95,15 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(
-    "planted", planted_defects(MUTANTS, "a deadline from the answer's arrival")
+    "planted",
+    planted_defects(
+        MUTANTS,
+        "a deadline from the answer's arrival",
+        "a renewal that revives",
+        "a store on the wall clock",
+        "no notification while a renewal hangs",
+        "a counter kept on crash",
+    ),
 )
 def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(faulty_cluster, planted, within=400, clean=1)

@@ -68,7 +68,10 @@ MUTANTS = [
 ]
 
 
-@pytest.mark.parametrize("planted", planted_defects(MUTANTS, "an id in doubt used again"))
+@pytest.mark.parametrize(
+    "planted",
+    planted_defects(MUTANTS, "an id in doubt used again", "local leases never exchanged"),
+)
 def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(cluster_that_goes_on, planted, within=400, clean=1)
     assert isinstance(caught.error, AssertionError | Unretrieved), caught

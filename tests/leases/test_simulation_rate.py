@@ -177,11 +177,13 @@ MUTANTS = [
 
 
 @pytest.mark.parametrize(
-    "planted", planted_defects(MUTANTS, "tokens minted again by a clock that goes back")
+    "planted",
+    planted_defects(
+        MUTANTS,
+        "tokens minted again by a clock that goes back",
+        "a limit that waits for the old time",
+    ),
 )
 def test_planted_defects_are_detected(planted: Mutant) -> None:
     caught = assert_caught(shared_rate_on_a_bad_day, planted, within=400, clean=1)
     assert isinstance(caught.error, AssertionError), caught
-    import sys
-
-    print(caught, caught.error, file=sys.__stdout__)

@@ -5,10 +5,12 @@ Each test is a program of its own: a fork of this process, with its many threads
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
+from collections.abc import Callable
+from pathlib import Path
 
+import pytest
+from tests.programs import run_program
 from tests.reservoir.support import PATIENCE
 
 BEGIN = """
@@ -36,22 +38,25 @@ def in_child(work):
 """
 
 
-def run(url: str, program: str) -> None:
-    code = BEGIN + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-X", "dev", "-c", code, url],
-        capture_output=True,
-        text=True,
-        timeout=6 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr, done.stderr
+Run = Callable[[str], None]
 
 
-def test_a_child_has_connections_of_its_own(module_url: str) -> None:
+@pytest.fixture
+def run(module_url: str, tmp_path: Path) -> Run:
+    """Runs a program in a new process with one thread."""
+
+    def run_it(program: str) -> None:
+        script = tmp_path / "program.py"
+        script.write_text(BEGIN + textwrap.dedent(program))
+        done = run_program(str(script), module_url, timeout=6 * PATIENCE)
+        assert done.returncode == 0, done.stderr
+        assert "Traceback" not in done.stderr, done.stderr
+
+    return run_it
+
+
+def test_a_child_has_connections_of_its_own(run: Run) -> None:
     run(
-        module_url,
         """
         with ConnectionPool(url, max_size=2) as pool:
             pool.wait()
@@ -72,10 +77,9 @@ def test_a_child_has_connections_of_its_own(module_url: str) -> None:
     )
 
 
-def test_a_pool_opened_explicitly_opens_itself_in_a_child(module_url: str) -> None:
+def test_a_pool_opened_explicitly_opens_itself_in_a_child(run: Run) -> None:
     """Once, however many of the child's threads are the first to use it."""
     run(
-        module_url,
         """
         pool = ConnectionPool(url, max_size=1, open=False)
         pool.open()
@@ -110,12 +114,9 @@ def test_a_pool_opened_explicitly_opens_itself_in_a_child(module_url: str) -> No
     )
 
 
-def test_a_block_that_also_ends_in_a_child_leaves_the_connection_to_the_parent(
-    module_url: str,
-) -> None:
+def test_a_block_that_also_ends_in_a_child_leaves_the_connection_to_the_parent(run: Run) -> None:
     """The child neither ends the parent's transaction nor keeps its connection."""
     run(
-        module_url,
         """
         def use(pool, end):
             global child, parents
@@ -155,9 +156,8 @@ def test_a_block_that_also_ends_in_a_child_leaves_the_connection_to_the_parent(
     )
 
 
-def test_a_child_cannot_return_a_connection_of_its_parent(module_url: str) -> None:
+def test_a_child_cannot_return_a_connection_of_its_parent(run: Run) -> None:
     run(
-        module_url,
         """
         with ConnectionPool(url, max_size=1) as pool:
             pool.wait()
@@ -178,13 +178,12 @@ def test_a_child_cannot_return_a_connection_of_its_parent(module_url: str) -> No
     )
 
 
-def test_a_fork_while_other_threads_hold_locks_does_not_block_the_child(module_url: str) -> None:
+def test_a_fork_while_other_threads_hold_locks_does_not_block_the_child(run: Run) -> None:
     """A lock that another thread holds at the fork is held for ever in the child.
 
     Our locks are new in the child; those of libpq are not, so this waits until no thread connects.
     """
     run(
-        module_url,
         """
         stop = threading.Event()
 
@@ -207,10 +206,9 @@ def test_a_fork_while_other_threads_hold_locks_does_not_block_the_child(module_u
     )
 
 
-def test_a_pool_for_asyncio_refuses_in_a_child(module_url: str) -> None:
+def test_a_pool_for_asyncio_refuses_in_a_child(run: Run) -> None:
     """Its event loop is the parent's, too."""
     run(
-        module_url,
         """
         async def main():
             async with AsyncConnectionPool(url, max_size=1, name="shop") as pool:

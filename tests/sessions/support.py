@@ -17,9 +17,11 @@ LIMIT = 30.0
 
 async def until(condition: Callable[[], object], limit: float = LIMIT) -> None:
     """Wait until a condition holds."""
+    pause = 0.001
     async with asyncio.timeout(limit):
-        while not condition():  # noqa: ASYNC110 (a real server does not notify the test)
-            await asyncio.sleep(0.001)
+        while not condition():  # (a real server does not notify the test)
+            await asyncio.sleep(pause)
+            pause = min(1.2 * pause, 0.02)
 
 
 class BrokenDialogue(DemoDialogue):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, Self, cast
 import aiomqtt
 import pytest
 from tests.leases.redis_server import RedisServer
+from tests.programs import Program
 from tests.servers import require_server
 from tests.sessions import account
 from tests.sessions.mosquitto import Mosquitto
@@ -96,31 +95,26 @@ class Account:
         self.reports: list[dict[str, Any]] = []
 
     async def __aenter__(self) -> Self:
-        pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, account.__file__, json.dumps(self._settings), stdin=pipe, stdout=pipe
-        )
-        self._reading = asyncio.create_task(self._read())
+        self._program = Program(account.__name__, json.dumps(self._settings))
+        self._reading = asyncio.create_task(asyncio.to_thread(self._read))
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
-        await self._process.wait()
+        self._program.kill()
         await self._reading
+        self._program.__exit__()
 
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
+    def _read(self) -> None:
+        for line in self._program.stdout:
             self.reports.append(json.loads(line))
 
     def signal(self, number: signal.Signals) -> None:
         """Send it a signal."""
-        os.kill(self._process.pid, number)
+        self._program.send_signal(number)
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self._program.pid
 
     def of(self, what: str) -> list[dict[str, Any]]:
         """Return its reports of one kind."""
@@ -137,8 +131,8 @@ class Account:
 
     async def finish(self) -> dict[str, str]:
         """Let it finish its sends, and return the outcome of each."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(b"\n")
+        self._program.stdin.write("\n")
+        self._program.stdin.flush()
         done = await self.reported("done")
         outcomes = self.of("outcome")
         assert len(outcomes) == len({each["id"] for each in outcomes}) == done["sends"]
@@ -250,7 +244,7 @@ class Sender:
         """Send until cancelled."""
         while True:
             self.outcomes.append(await self._session.send("bob", b"", outcome=True))
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.02)
 
 
 def break_store(proxy: FaultProxy, fault: str) -> None:
@@ -355,7 +349,7 @@ async def free(leases: Leases) -> None:
     """Wait until no lease is held."""
     async with asyncio.timeout(30):
         while await leases.held():  # noqa: ASYNC110 (a store has no notifications)
-            await asyncio.sleep(0.001)
+            await asyncio.sleep(0.01)
 
 
 class SlowStore(MemoryStore):

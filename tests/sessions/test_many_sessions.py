@@ -7,6 +7,7 @@ import gc
 import tracemalloc
 from typing import Any
 
+import pytest
 from tests.sessions.support import until
 
 from moored.kernel import Backoff
@@ -69,6 +70,7 @@ async def _send_to(session: Session, numbers: range) -> None:
     await asyncio.sleep(0)  # the last batch is released in the next loop iteration
 
 
+@pytest.mark.soak
 async def test_former_recipients_use_no_memory() -> None:
     # Debug mode keeps the traceback of each task, which would be measured.
     asyncio.get_running_loop().set_debug(False)
