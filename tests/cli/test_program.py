@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import typer
 from tests.service.support import moored
+from tests.soaking import some_of
 
 import moored as package
 from moored.cli import main
@@ -102,11 +103,7 @@ def test_every_knob_is_an_option_with_its_variable(
 
 @pytest.mark.parametrize(
     "shell",
-    [
-        "bash",
-        pytest.param("zsh", marks=pytest.mark.soak),
-        pytest.param("fish", marks=pytest.mark.soak),
-    ],
+    some_of(["bash", "zsh", "fish"], "bash"),
 )
 def test_there_is_completion_for_shells(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Without this, Typer detects the shell, and a test may run without one.
@@ -116,7 +113,9 @@ def test_there_is_completion_for_shells(shell: str, monkeypatch: pytest.MonkeyPa
     assert "_MOORED_COMPLETE" in shown.stdout
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich", "uvicorn", "starlette", "structlog"])
+@pytest.mark.parametrize(
+    "missing", some_of(["typer", "rich", "uvicorn", "starlette", "structlog"], "typer", "structlog")
+)
 def test_without_the_extra_the_error_names_what_to_install(missing: str) -> None:
     program = WITHOUT.format(missing=missing)
     ended = subprocess.run(

@@ -15,7 +15,7 @@ from .reader import Reader
 
 TUTORIALS = sorted(path.stem for path in (ROOT / "docs" / "tutorial").glob("*.md"))
 #: Other tests run the same programs, so that these pages are read in `make soak` only.
-RUN_ELSEWHERE = ("first-component", "follow-a-table", "insert-to-browser")
+RUN_ELSEWHERE = ("bot", "first-component", "follow-a-table", "insert-to-browser")
 #: The ports of the pages, which may be in use on this machine.
 PORTS = ("1883", "1884", "5433", "8089", "50051")
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-import psycopg
 import pytest
 from tests.postgres.clusters import Cluster, cluster
 
 from moored.postgres.outbox import Outbox, ddl
 
+from .conftest import Sql
 from .reading import next_event, next_reset, payloads
 
 
@@ -67,9 +67,9 @@ async def test_a_restored_copy_of_the_disk_is_a_reset(db: Cluster) -> None:
         assert [event.payload for event in kept.events] == list("abcdefghij")
 
 
-async def test_another_server_is_a_reset(db: Cluster) -> None:
-    await publish(db, "1")
-    async with Outbox(db.url, retain=None) as outbox:
+async def test_another_server_is_a_reset(url: str, sql: Sql) -> None:
+    async with Outbox(url, retain=None) as outbox:
+        await outbox.publish(sql, "orders", "1")
         cursor = (await outbox.read()).cursor
         system = cursor.partition("-")[0]
         batch = await outbox.read(cursor.replace(system, "1", 1))
@@ -80,9 +80,9 @@ async def test_another_server_is_a_reset(db: Cluster) -> None:
             assert (await next_event(events)).payload == "1"
 
 
-async def test_an_unhandled_reset_is_repeated(db: Cluster) -> None:
-    await publish(db, "1")
-    async with Outbox(db.url, retain=None) as outbox:
+async def test_an_unhandled_reset_is_repeated(url: str, sql: Sql) -> None:
+    async with Outbox(url, retain=None) as outbox:
+        await outbox.publish(sql, "orders", "1")
         stale = (await outbox.read()).cursor.replace("-1-", "-9-", 1)
         async with outbox.consume("mine", start=stale) as events:
             await next_reset(events)
@@ -93,16 +93,19 @@ async def test_an_unhandled_reset_is_repeated(db: Cluster) -> None:
             assert (await next_event(events)).payload == "1"
 
 
-async def test_events_of_a_dump_with_later_transaction_ids_are_delivered(db: Cluster) -> None:
+async def test_events_of_a_dump_with_later_transaction_ids_are_delivered(
+    url: str, sql: Sql
+) -> None:
     """After pg_restore into a new server, whose transaction IDs begin at a lower number."""
-    await publish(db, "1", "2")
-    async with await psycopg.AsyncConnection.connect(db.url, autocommit=True) as conn:
-        await conn.execute(
-            "update moored.outbox set xid = (xid::text::int8 + 1000000)::text::xid8;"
-            "update moored.outbox_state set floor_xid = '900000'"
-        )
-    async with Outbox(db.url) as outbox:
+    async with Outbox(url, retain=None) as outbox:
+        await outbox.publish(sql, "orders", "1")
+        await outbox.publish(sql, "orders", "2")
+    await sql.execute(
+        "update moored.outbox set xid = (xid::text::int8 + 1000000)::text::xid8;"
+        "update moored.outbox_state set floor_xid = '900000'"
+    )
+    async with Outbox(url) as outbox:
         await outbox.upkeep()
-        await publish(db, "3")
+        await outbox.publish(sql, "orders", "3")
         async with outbox.consume("mine") as events:
             assert await payloads(events, 3) == ["1", "2", "3"]

@@ -49,7 +49,22 @@ __all__ = [
 SETTINGS = {"max_prepared_transactions": "4"}
 
 
-@pytest.fixture(scope="module", params=["installed", pytest.param("16", marks=pytest.mark.soak)])
+#: Those that `make test` runs; the others differ less between versions.
+QUICK = {
+    "test_a_cursor_older_than_the_retention_is_a_reset",
+    "test_a_prepared_transaction_is_reported_as_the_culprit",
+    "test_grants_suffice_for_a_role_that_publishes_and_consumes",
+    "test_late_commits_are_not_skipped",
+}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    quick = [] if metafunc.function.__name__ in QUICK else [pytest.mark.soak]
+    versions = [pytest.param("installed", marks=quick), pytest.param("16", marks=pytest.mark.soak)]
+    metafunc.parametrize("postgres", versions, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
 def postgres(request: pytest.FixtureRequest) -> Iterator[SyncEmbeddedPostgres]:
     """In the place of the newest one: a server of another version."""
     if request.param == "installed":

@@ -253,8 +253,8 @@ async def waits_for_an_answer(conn: psycopg.AsyncConnection[Any]) -> bool:
     "command",
     [
         pytest.param("IDENTIFY_SYSTEM", marks=pytest.mark.soak),
-        "SELECT pg_advisory_lock",
-        "CREATE_REPLICATION_SLOT",
+        pytest.param("SELECT pg_advisory_lock", marks=pytest.mark.soak),
+        pytest.param("CREATE_REPLICATION_SLOT", marks=pytest.mark.soak),
         pytest.param("SET TimeZone", marks=pytest.mark.soak),
         "START_REPLICATION",
     ],

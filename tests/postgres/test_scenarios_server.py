@@ -145,6 +145,7 @@ async def test_a_publication_dropped_between_runs_is_created_again(
         assert ids(await asking) == [2]
 
 
+@pytest.mark.soak  # test_publications drops it while streaming, too
 async def test_a_publication_dropped_while_streaming_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:

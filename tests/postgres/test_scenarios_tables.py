@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from tests.soaking import some_of
 
 from moored.postgres.consume import Publisher
 from moored.postgres.consume._store import StateStore
@@ -70,7 +71,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some_of(FAULTS, "renamed and created", "only inserts"))
 async def test_a_mirror_agrees_after_a_table_fault_while_it_streams(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, fault: str
 ) -> None:
@@ -97,7 +98,7 @@ async def has_resets(mirror: Mirror, number: int) -> bool:
     return len(mirror.resets) >= number
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", some_of(FAULTS, "swapped", "dropped and created", "unpublished"))
 async def test_a_mirror_agrees_after_a_table_fault_while_it_was_away(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, fault: str
 ) -> None:
@@ -280,7 +281,7 @@ async def test_tables_are_published_again_after_a_reset(
         assert len(mirror.resets) == 1
 
 
-@pytest.mark.parametrize("name", ["keyless", '"Key ""less"""'])
+@pytest.mark.parametrize("name", some_of(["keyless", '"Key ""less"""'], '"Key ""less"""'))
 async def test_a_table_without_a_key_gets_a_replica_identity_before_it_is_published(
     make: MakePostgres, sql: Sql, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -310,16 +311,14 @@ async def test_a_keyless_table_in_a_manual_publication_is_a_warning(
         assert ids(await following(changes)) == [1]
 
 
-WRONG = [[1], "wide", [""], ["a."], [".a"], [None], ["a\0b"], ["\ud800"]]
+WRONG: list[Any] = [[1], "wide", [""], ["a."], [".a"], [None], ["a\0b"], ["\ud800"]]
 
 
-@pytest.mark.parametrize("tables", WRONG)
-async def test_invalid_table_names_are_refused_at_the_call(
-    make: MakePostgres, sql: Sql, tables: Any
-) -> None:
+async def test_invalid_table_names_are_refused_at_the_call(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg:
-        with pytest.raises(ValueError, match="tables"):
-            pg.changes("wrong", tables=tables)
+        for tables in WRONG:
+            with pytest.raises(ValueError, match="tables"):
+                pg.changes("wrong", tables=tables)
         changes = pg.changes(tables=["orders"])
         await pg.wait_until_published(timeout=LIMIT)
         await run(sql, "insert into orders values (1, 'x')")

@@ -95,6 +95,7 @@ async def test_a_restore_while_streaming_is_a_reset(tmp_path: Path) -> None:
             assert ids(await following(pg.changes("there", tables=["orders"]))) == [6]
 
 
+@pytest.mark.soak  # as a restore while streaming, at other moments
 async def test_a_restore_between_runs_is_a_reset(tmp_path: Path) -> None:
     """A position of the old history, kept by a user, is recognised whenever it comes."""
     async with cluster(archive_mode="on") as db:
@@ -135,6 +136,7 @@ async def test_a_restore_between_runs_is_a_reset(tmp_path: Path) -> None:
             assert ids(await following(exact)) == [4]
 
 
+@pytest.mark.soak  # as a restore while streaming, at other moments
 async def test_a_process_killed_during_a_reset_resets_again(tmp_path: Path) -> None:
     """The next process resets again, until the consumer has handled the reset."""
     async with cluster(archive_mode="on") as db:
@@ -186,6 +188,7 @@ async def ends_with(consumer: ConsumerProcess, line: str) -> bool:
     return bool(consumer.lines()) and consumer.lines()[-1] == line
 
 
+@pytest.mark.soak  # as the next one, with less WAL
 async def test_a_restored_copy_of_the_disk_is_a_reset(tmp_path: Path) -> None:
     """The timeline is the same, and the slot is there: only the log is too short."""
     async with cluster() as db, Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
@@ -278,6 +281,7 @@ async def test_another_database_behind_the_same_url_is_a_reset(tmp_path: Path) -
 # -- a promoted standby --------------------------------------------------------------------------
 
 
+@pytest.mark.soak  # as the next one, without its slot
 async def test_a_promoted_standby_without_the_slot_is_a_reset(tmp_path: Path) -> None:
     """The standby takes over the address, first as it is and then promoted."""
     async with cluster() as db, Postgres(db.url, state_dir=tmp_path, pool_size=2) as pg:
@@ -352,7 +356,7 @@ async def waits(pg: Postgres) -> bool:
     ("segment", "crosses"),
     [
         ("000000017FFFFFFF000000FE", Lsn.parse("80000000/0")),
-        ("00000001FFFFFFFF000000F0", None),
+        pytest.param("00000001FFFFFFFF000000F0", None, marks=pytest.mark.soak),
     ],
     ids=["where a sign would change", "at the end"],
 )

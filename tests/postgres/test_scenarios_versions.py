@@ -126,6 +126,7 @@ async def equal(sql: Sql, query: str, value: object) -> bool:
     return bool(await one(sql, query) == value)
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_it_sleeps_and_wakes(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
@@ -206,6 +207,7 @@ async def queried(sql: Sql) -> dict[str, Any]:
     return dict(zip((column.name for column in found.description), row, strict=True))
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_a_column_added_while_streaming(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
@@ -290,6 +292,7 @@ def test_rolled_back_and_prepared_transactions(postgres_url: str) -> None:
 # -- what breaks ---------------------------------------------------------------------------------
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_the_connection_survives_while_reading_is_paused(
     make: MakePostgres, sql: Sql, streamed_url: str
 ) -> None:
@@ -308,6 +311,7 @@ async def test_the_connection_survives_while_reading_is_paused(
         assert await walsender(sql, pg) == before
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_the_stream_survives_a_killed_server(
     postgres: SyncEmbeddedPostgres, tmp_path: Path
 ) -> None:
@@ -376,6 +380,7 @@ async def kept_log(sql: Sql, size: str) -> AsyncIterator[None]:
         await sql.execute("select pg_reload_conf()")
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_a_publication_dropped_while_streaming_is_created_again(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
 ) -> None:
@@ -397,6 +402,7 @@ async def test_a_publication_dropped_while_streaming_is_created_again(
 # -- the lock, and the slot that cannot be made --------------------------------------------------
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_the_lock_is_handed_over_and_a_stuck_one_is_broken(
     make: MakePostgres, sql: Sql, streamed_url: str, tmp_path: Path
 ) -> None:
@@ -420,6 +426,7 @@ async def test_the_lock_is_handed_over_and_a_stuck_one_is_broken(
         assert await one(sql, query) == 0
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_a_pending_transaction_delays_the_slot_and_is_named(
     make: MakePostgres, sql: Sql, streamed_url: str, version: int
 ) -> None:
@@ -481,6 +488,7 @@ async def test_a_user_without_the_replication_privilege_is_fatal(
             await pg.wait_until_active(LIMIT)
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_a_reached_connection_limit_is_reported(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:
@@ -501,6 +509,7 @@ async def test_a_reached_connection_limit_is_reported(
         await pg.wait_until_active(LIMIT)
 
 
+@pytest.mark.soak  # with 18 in `make test`
 async def test_a_connection_limit_of_zero_is_retried(
     make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:

@@ -25,6 +25,7 @@ from tests.service.support import (
     running,
     until,
 )
+from tests.soaking import some_of
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Child, Context
@@ -33,7 +34,7 @@ from moored.service import Config, Part, _service, serve
 
 @pytest.mark.parametrize(
     "number",
-    [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)],
+    some_of([signal.SIGINT, signal.SIGTERM, signal.SIGHUP], signal.SIGINT),
 )
 def test_a_signal_stops_everything_in_order_with_exit_code_0(
     number: signal.Signals, spare_data: Path
@@ -165,6 +166,7 @@ def test_a_server_that_must_move_to_another_port_is_found_there(spare_data: Path
         assert service.stop() == 0
 
 
+@pytest.mark.soak  # test_database does it without a process
 def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
     with (
         SyncEmbeddedPostgres(tmp_path / "data") as server,
@@ -179,6 +181,7 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
         assert service.stop() == 0
 
 
+@pytest.mark.soak  # test_database does it without a process
 def test_a_database_that_is_a_little_late_is_waited_for(tmp_path: Path) -> None:
     server = SyncEmbeddedPostgres(tmp_path / "data")
     server.start()
@@ -242,6 +245,7 @@ def test_a_revoked_privilege_is_waited_for() -> None:
     assert "follows" not in "\n".join(service.lines).replace("follower", "")
 
 
+@pytest.mark.soak  # test_database does it without a process
 def test_a_second_service_waits_for_the_first_and_takes_over(postgres_url: str) -> None:
     own = {"MOORED_STREAM_ID": "hand_over"}
     with running("--database-url", postgres_url, environ=own) as first:
@@ -259,6 +263,7 @@ def _told(service: Running, event: str) -> bool:
     return event in stream.get("event_counts", {})
 
 
+@pytest.mark.soak  # as an unreachable one
 def test_a_silent_database_is_unreachable_too() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"postgresql://app@127.0.0.1:{silent.getsockname()[1]}/orders"
@@ -403,6 +408,7 @@ def test_the_port_of_the_embedded_server_can_be_chosen(spare_data: Path) -> None
         assert service.stop() == 0
 
 
+@pytest.mark.soak  # the tests of the embedded server run an installed one, too
 def test_an_installed_postgres_can_be_run_instead(tmp_path: Path) -> None:
     bin_dir = Path(require_server("postgres")).parent
     data = str(tmp_path / "data")
