@@ -14,7 +14,7 @@ SESSIONS = 1000
 
 app = moored.App("crowd")
 # The sign-in takes longer than the time after which missing sessions are an incident.
-accounts = app.sessions(name="chat", connect_rate=200, connect_burst=50)
+accounts = app.sessions(name="chat", connect_rate=100, connect_burst=50)
 server = DemoServer()
 
 

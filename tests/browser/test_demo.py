@@ -95,7 +95,7 @@ def test_every_panel_is_alive_at_any_width_and_accessible(shown: Page, pictures:
     assert "demo" in shown.text("#tree")
     assert shown.evaluate("document.querySelectorAll('[data-part=postgres] .step.lit').length") == 2
     assert shown.evaluate("document.querySelectorAll('#events tr').length") > 0
-    for fact in ("retained log", "lag", "canary", "outbox", "7 of 7 met"):
+    for fact in ("retained WAL", "lag", "canary", "outbox", "7 of 7 met"):
         shown.until(f"document.querySelector('[data-part=postgres]').innerText.includes('{fact}')")
     # An update keeps the focus, and a part says why it is in its state.
     shown.evaluate("document.querySelector('[data-why=db]').focus()")

@@ -42,7 +42,7 @@ def test_status_shows_the_conditions_and_the_tree(
     assert "postgres  streaming for " in out
     assert "admin pool" in out
     assert "ready, 1 of 1, 0 in use, 0 waiting" in out
-    assert "of log" in out
+    assert "of WAL" in out
     assert "received " in out
 
 

@@ -160,7 +160,7 @@ def _stream(now: Mapping[str, Any]) -> Table:
     if now["lag"] is not None:
         row("lag", f"{decimal(now['lag']['bytes'])}, {duration(now['lag']['seconds'])}")
     if now["slot"]["retained"] is not None:
-        row("slot", f"{now['slot']['name']} keeps {decimal(now['slot']['retained'])} of log")
+        row("slot", f"{now['slot']['name']} retains {decimal(now['slot']['retained'])} of WAL")
     for role, pool in now["pools"].items():
         row(
             f"{role} pool",

@@ -189,7 +189,7 @@ function manager(place, it) {
   }
   if (it.flushed) facts.push(fact("positions", `received ${it.received}, flushed ${it.flushed}, last seen ${it.last_seen}`));
   if (it.lag) facts.push(overTime(place, "lag", it.lag.bytes, { show: (number) => `${bytes(number)}, ${duration(it.lag.seconds)}` }));
-  if (it.slot.retained !== null) facts.push(overTime(place, "retained log", it.slot.retained, { show: bytes }));
+  if (it.slot.retained !== null) facts.push(overTime(place, "retained WAL", it.slot.retained, { show: bytes }));
   facts.push(overTime(place, "transactions", it.transactions, { counter: true }));
   for (const [table, each] of Object.entries(it.copies)) {
     const left = each.seconds_left === null ? "" : `, ${duration(each.seconds_left)} left`;
