@@ -26,6 +26,10 @@ SCRATCH    ?= $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $
 # More than a machine of two cores has: tests mostly wait for servers.
 WORKERS    ?= 4
 PORT       ?= 8089
+# Outside of the checkout, so that a new one need not check the types of all packages again.
+export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moored/mypy
+# Bytecode is written when a module is imported; most modules of most packages never are.
+PIP        := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check -c constraints.txt
 PYTEST     := TMPDIR=$(SCRATCH) $(BIN)/python -m pytest -p no:cacheprovider
 # Python's development mode enables asyncio's debug mode, which multiplies the time of pure tests: in
 # `soak` only. With the default allocator, because the package has no C code for the debug hooks to check.
@@ -47,13 +51,13 @@ $(VENV)/.made:
 
 $(VENV)/.run: $(VENV)/.made pyproject.toml constraints.txt
 	$(say) "installing moored with its service, the embedded PostgreSQL and gRPC"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,grpc]'
+	@$(PIP) -e '.[service,embedded,grpc]'
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.run requirements-dev.txt
-	$(say) "installing the development tools"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -c constraints.txt -e '.[service,embedded,redis,dynamodb,sqlalchemy,asyncpg,aws,grpc,milvus,encryption,jwt]' -r requirements-dev.txt
-	@touch $@
+$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt requirements-dev.txt
+	$(say) "installing moored with all its extras and the development tools"
+	@$(PIP) -e '.[service,embedded,redis,dynamodb,sqlalchemy,asyncpg,aws,grpc,milvus,encryption,jwt]' -r requirements-dev.txt
+	@touch $(VENV)/.run $@
 
 run: $(VENV)/.run ## Start the demo on 127.0.0.1:8089 (or PORT=…): a whole service, and a page to break it
 	$(say) "starting the demo (Ctrl-C stops it)"

@@ -34,8 +34,10 @@ def main() -> int:
         subprocess.run(["apt-get", "install", "-y", "-qq", package], check=True, env=environment)
         # In a new process: the running interpreter may not find the new ensurepip.
         subprocess.run([sys.executable, "-m", "venv", target], check=True)
-        return 0
-    venv.create(target, with_pip=True, symlinks=True)
+    else:
+        venv.create(target, with_pip=True, symlinks=True)
+    # The pip of Python 3.11 takes a minute longer; if the update fails, it will do.
+    subprocess.run([f"{target}/bin/python", "-m", "pip", "install", "-q", "--upgrade", "pip"])
     return 0
 
 
