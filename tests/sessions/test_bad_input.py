@@ -338,13 +338,13 @@ async def test_close_reason_of_any_length_is_shortened() -> None:
 # -- floods ------------------------------------------------------------
 
 #: The most memory that a flood may take, in bytes.
-MAX_MEMORY = 2 * 1024 * 1024
+MAX_MEMORY = 4 * 1024 * 1024
 
 
 def endless(start: bytes, piece: bytes, many: int) -> Callable[[], Iterable[bytes]]:
     """Return a function that yields `start`, and then `piece` many times."""
     # Several times MAX_MEMORY, unless the pieces are small: those take more memory than bytes.
-    size = min(many * len(piece), scaled(32, least=4) * 1024 * 1024)
+    size = min(many * len(piece), scaled(32, least=8) * 1024 * 1024)
 
     def flood() -> Iterator[bytes]:
         yield start
@@ -407,8 +407,10 @@ async def test_flood_over_mqtt_takes_bounded_memory(what: str, broker: Mosquitto
 async def test_flood_over_the_demo_protocol_takes_bounded_memory(what: str) -> None:
     async with DemoServer() as server:
         tcp = await server.serve()
-        flood = endless(WELCOME, DEMO_FLOODS[what], scaled(80_000, least=5_000))
-        await _check_flood(tcp.port, small_buffer_demo, flood, needs_answers="answer" in what)
+        answer = "answer" in what
+        many = scaled(80_000, least=25_000 if answer else 8_000)
+        flood = endless(WELCOME, DEMO_FLOODS[what], many)
+        await _check_flood(tcp.port, small_buffer_demo, flood, needs_answers=answer)
 
 
 async def _check_flood(
