@@ -67,27 +67,24 @@ async def test_rows_of_tables_that_inherit_are_not_copied(make: MakePostgres, sq
         assert await ids(pg, consistent=True) == [*range(1, ROWS + 1), 99]
 
 
-@pytest.mark.parametrize(
-    ("state", "remedy"),
-    [
-        ("57014", "lower chunk_rows, or raise statement_timeout"),
-        ("54001", "simplify where="),
-        ("53100", "free disk space"),
-        ("55P03", "raise lock_timeout"),
-    ],
-)
 async def test_an_error_that_is_not_of_the_connection_is_raised(
-    make: MakePostgres, sql: Sql, state: str, remedy: str
+    make: MakePostgres, sql: Sql
 ) -> None:
+    remedies = {
+        "57014": "lower chunk_rows, or raise statement_timeout",
+        "54001": "simplify where=",
+        "53100": "free disk space",
+        "55P03": "raise lock_timeout",
+    }
     await sql.execute(
-        "create function fails() returns bool language plpgsql as "
-        f"$$ begin raise 'it fails' using errcode = '{state}'; end $$".encode()
+        "create function fails(state text) returns bool language plpgsql as "
+        "$$ begin raise 'it fails' using errcode = state; end $$"
     )
-    async with make() as pg:
-        for consistent in (False, True):
-            async with asyncio.timeout(LIMIT):
+    async with make() as pg, asyncio.timeout(LIMIT):
+        for state, remedy in remedies.items():
+            for consistent in (False, True):
                 with pytest.raises(PostgresError, match=f"it fails.*{remedy}"):
-                    await ids(pg, where="fails()", consistent=consistent)
+                    await ids(pg, where=f"fails('{state}')", consistent=consistent)
 
 
 async def test_a_large_transaction_of_a_table_with_two_keys_is_filtered(
@@ -110,20 +107,19 @@ async def test_a_large_transaction_of_a_table_with_two_keys_is_filtered(
     assert len([change for change in changes if change.new is None]) == 1250
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"), [("interval", "1 year"), ("int[]", "{1,2}"), ("jsonb", "{}")]
-)
 async def test_a_table_whose_keys_cannot_be_compared_is_not_followed(
-    make: MakePostgres, sql: Sql, kind: str, value: str
+    make: MakePostgres, sql: Sql
 ) -> None:
-    await sql.execute(f"create table odd (id {kind} primary key)".encode())
-    await sql.execute(f"insert into odd values ('{value}')".encode())
     async with make() as pg:
-        async with pg.snapshot("odd") as snapshot:
-            assert len([row async for row in snapshot]) == 1
-        async with pg.follow("odd", consumer="c") as follow:
-            with pytest.raises(ConfigurationError, match=r"values of id .* cannot be compared"):
-                await item_of(follow)
+        for kind, value in (("interval", "1 year"), ("int[]", "{1,2}"), ("jsonb", "{}")):
+            await sql.execute(f"create table odd (id {kind} primary key)".encode())
+            await sql.execute(f"insert into odd values ('{value}')".encode())
+            async with pg.snapshot("odd") as snapshot:
+                assert len([row async for row in snapshot]) == 1
+            async with pg.follow("odd", consumer=kind) as follow:
+                with pytest.raises(ConfigurationError, match=r"values of id .* cannot be compared"):
+                    await item_of(follow)
+            await sql.execute("drop table odd")
 
 
 async def test_large_rows_make_small_chunks(
