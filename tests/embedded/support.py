@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ from typing import Any, LiteralString
 import psutil
 import psycopg
 import pytest
+from tests.programs import Program
 
 __all__ = ["LIMIT", "as_root", "family", "gone", "owner", "running", "sql", "until"]
 
@@ -55,11 +54,9 @@ def gone(processes: list[psutil.Process]) -> None:
 
 
 @contextmanager
-def owner(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-    """Start another Python process that runs `program`, connected by pipes."""
-    command = [sys.executable, "-c", program, *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    with process:
+def owner(scenario: str, *arguments: str) -> Iterator[Program]:
+    """Start another process, which runs a scenario of `owner_program.py`."""
+    with Program("tests.embedded.owner_program", scenario, *arguments) as process:
         try:
             yield process
         finally:

@@ -12,20 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 from tests.embedded.support import LIMIT, family, gone, owner, running, sql, until
+from tests.programs import Program
 
 from moored.embedded import EmbeddedError, Ended, SyncEmbeddedPostgres
 
-OWNER = """
-import json, sys
-from moored.embedded import SyncEmbeddedPostgres
-with SyncEmbeddedPostgres(*sys.argv[1:], options={"fsync": "off"}) as pg:
-    print(json.dumps([pg.guard_pid, pg.pid, pg.url, str(pg.data_dir)]), flush=True)
-    sys.stdin.read()
-"""
 
-
-def facts(process: subprocess.Popen[str]) -> tuple[int, int, str, Path]:
-    assert process.stdout is not None
+def facts(process: Program) -> tuple[int, int, str, Path]:
     guard, pid, url, directory = json.loads(process.stdout.readline())
     return guard, pid, url, Path(directory)
 
@@ -39,7 +31,7 @@ def facts(process: subprocess.Popen[str]) -> tuple[int, int, str, Path]:
     ],
 )
 def test_a_killed_owner_leaves_nothing(number: signal.Signals) -> None:
-    with owner(OWNER) as process:
+    with owner("run") as process:
         guard, pid, url, directory = facts(process)
         sql(url, "create table t as select generate_series(1, 1000)")
         everything = family(guard)
@@ -51,35 +43,20 @@ def test_a_killed_owner_leaves_nothing(number: signal.Signals) -> None:
 
 
 def test_an_owner_that_exits_without_stop_leaves_nothing() -> None:
-    program = """
-import json, sys
-from moored.embedded import SyncEmbeddedPostgres
-pg = SyncEmbeddedPostgres()
-pg.start()
-print(json.dumps([pg.guard_pid, pg.pid, pg.url, str(pg.data_dir)]), flush=True)
-sys.stdin.read()
-"""
-    with owner(program) as process:
+    with owner("exit_without_stop") as process:
         guard, _, _, directory = facts(process)
         everything = family(guard)
-        process.communicate("")
-        assert process.returncode == 0
+        process.stdin.close()
+        assert process.wait(LIMIT) == 0
         gone(everything)
         assert not directory.exists()
 
 
 def test_a_forgotten_directory_is_removed_at_the_end() -> None:
-    program = """
-from moored.embedded import SyncEmbeddedPostgres
-pg = SyncEmbeddedPostgres()
-pg.start()
-pg.kill()
-print(pg.data_dir, flush=True)
-"""
-    with owner(program) as process:
-        out, _ = process.communicate(timeout=LIMIT)
-        assert process.returncode == 0
-        assert not Path(out.strip()).exists()
+    with owner("forget_the_directory") as process:
+        directory = Path(process.stdout.readline().strip())
+        assert process.wait(LIMIT) == 0
+        assert not directory.exists()
 
 
 def test_a_killed_owner_during_initdb_leaves_nothing(tmp_path: Path) -> None:
@@ -90,7 +67,8 @@ def told(text):
     print(text, flush=True)
 SyncEmbeddedPostgres(sys.argv[1], on_progress=told).start()
 """
-    with owner(program, str(tmp_path / "pg")) as process:
+    command = [sys.executable, "-c", program, str(tmp_path / "pg")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline().startswith("creating the data directory")
         until(lambda: len(psutil.Process(process.pid).children(recursive=True)) >= 3, "initdb")
@@ -115,7 +93,7 @@ def test_a_killed_guard_ends_the_server() -> None:
 
 
 def test_guard_and_owner_killed_together_leave_nothing(tmp_path: Path) -> None:
-    with owner(OWNER, str(tmp_path / "pg")) as process:
+    with owner("run", str(tmp_path / "pg")) as process:
         guard, *_ = facts(process)
         everything = family(guard)
         os.kill(guard, signal.SIGKILL)
@@ -125,29 +103,21 @@ def test_guard_and_owner_killed_together_leave_nothing(tmp_path: Path) -> None:
         assert pg.running
 
 
-def test_a_fork_does_not_keep_the_server_alive() -> None:
-    program = OWNER.replace(
-        "    sys.stdin.read()",
-        """
-    import os, time
-    child = os.fork()
-    if child == 0:
-        time.sleep(600)
-    print(child, flush=True)
-    sys.stdin.read()
-""",
-    )
-    with owner(program) as process:
+def test_forks_and_child_processes_do_not_keep_the_server_alive(tmp_path: Path) -> None:
+    with owner("have_children", str(tmp_path / "pg")) as process:
         guard, *_ = facts(process)
-        assert process.stdout is not None
-        fork = psutil.Process(int(process.stdout.readline()))
+        children = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
         everything = family(guard)
         process.kill()
         try:
             gone(everything)
-            assert fork.is_running()
+            with SyncEmbeddedPostgres(tmp_path / "pg") as pg:
+                assert pg.running
+            assert len(children) == 2
+            assert running(children) == children
         finally:
-            fork.kill()
+            for child in children:
+                child.kill()
 
 
 def test_a_fork_cannot_end_the_server() -> None:
@@ -166,31 +136,6 @@ def test_a_fork_cannot_end_the_server() -> None:
         assert os.waitstatus_to_exitcode(status) == 0
         assert pg.running
         assert sql(pg.url, "select 1") == [(1,)]
-
-
-def test_other_child_processes_do_not_keep_the_guard_waiting(tmp_path: Path) -> None:
-    with owner(
-        OWNER.replace(
-            "    sys.stdin.read()",
-            "    import subprocess\n"
-            "    child = subprocess.Popen(['sleep', '600'], close_fds=False)\n"
-            "    print(child.pid, flush=True)\n"
-            "    sys.stdin.read()",
-        ),
-        str(tmp_path / "pg"),
-    ) as process:
-        guard, *_ = facts(process)
-        assert process.stdout is not None
-        other = psutil.Process(int(process.stdout.readline()))
-        everything = family(guard)
-        process.kill()
-        try:
-            gone(everything)
-            with SyncEmbeddedPostgres(tmp_path / "pg") as pg:
-                assert pg.running
-            assert other.is_running()
-        finally:
-            other.kill()
 
 
 def test_the_guard_ignores_signals_and_has_its_own_session() -> None:

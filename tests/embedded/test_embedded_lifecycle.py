@@ -67,11 +67,10 @@ async def test_url_and_wait_ended_before_the_start_are_errors() -> None:
     await pg.kill()
 
 
-async def test_a_second_start_is_refused() -> None:
-    async with EmbeddedPostgres() as pg:
-        with pytest.raises(EmbeddedError, match=f"running already \\(pid {pg.pid}\\)"):
-            await pg.start()
-        assert pg.running
+def test_a_second_start_is_refused(postgres: SyncEmbeddedPostgres) -> None:
+    with pytest.raises(EmbeddedError, match=f"running already \\(pid {postgres.pid}\\)"):
+        postgres.start()
+    assert postgres.running
 
 
 async def test_restart_keeps_address_and_data() -> None:
