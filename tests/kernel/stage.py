@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from moored.kernel import Child, Context
-from moored.testing import run_one
+from moored.testing import run_one, scaled
 
 
 class Stage:
@@ -49,6 +49,6 @@ def virtual(scenario: Callable[[], Awaitable[None]]) -> None:
     async def play(sim: object) -> None:
         await scenario()
 
-    for seed in range(5):
+    for seed in range(scaled(5, least=2)):
         run_one(play, seed)
         run_one(play, seed, timer_slack=0.001)

@@ -202,7 +202,7 @@ def test_the_key_is_free_before_the_next_start_in_every_schedule() -> None:
         failures = [node.last_failure for _, node in root.tree().paths()]
         assert not any("registered" in (failure or "") for failure in failures)
 
-    for seed in range(scaled(200, least=8)):
+    for seed in range(scaled(200, least=4)):
         run_one(scenario, seed)
 
 

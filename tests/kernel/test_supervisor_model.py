@@ -443,7 +443,7 @@ def schedules(verbs: list[str]) -> st.SearchStrategy[list[Action]]:
 
 
 SETTINGS = settings(
-    max_examples=scaled(2000, least=40),
+    max_examples=scaled(2000, least=25),
     deadline=None,
     database=None,
     suppress_health_check=list(HealthCheck),

@@ -244,7 +244,7 @@ def test_a_cancellation_of_the_caller_is_never_swallowed() -> None:
         for task in cancelled:
             assert task.cancelled() or not task.exception(), task
 
-    for seed in range(scaled(2000, least=80)):
+    for seed in range(scaled(2000, least=25)):
         run_one(scenario, seed)
 
 
@@ -265,7 +265,7 @@ def test_siblings_that_fail_together_are_restarted_once() -> None:
             lives = {child.name: child.generation for child in root.tree().children}
             assert lives == {name: 2 if name in again else 1 for name in names}
 
-    for seed in range(scaled(1000, least=40)):
+    for seed in range(scaled(1000, least=12)):
         run_one(scenario, seed)
 
 
@@ -282,7 +282,7 @@ def test_a_failure_before_restart_child_restarts_nothing_after_it() -> None:
             assert root.tree().children[0].generation == generation
             assert generation <= 3
 
-    for seed in range(scaled(1000, least=40)):
+    for seed in range(scaled(1000, least=12)):
         run_one(scenario, seed)
 
 
@@ -300,7 +300,7 @@ def test_a_failure_of_a_child_that_was_replaced_under_its_name_restarts_nothing(
             assert stage.take() == ""
             assert other.take() == "+a1"
 
-    for seed in range(scaled(1000, least=40)):
+    for seed in range(scaled(1000, least=12)):
         run_one(scenario, seed)
 
 
@@ -419,7 +419,7 @@ def test_a_second_stop_of_a_child_does_not_affect_its_successor() -> None:
             assert root.value("a") == "a1"
         assert stage.take() == "+a1 -a1"
 
-    for seed in range(scaled(1000, least=40)):
+    for seed in range(scaled(1000, least=12)):
         run_one(scenario, seed)
 
 

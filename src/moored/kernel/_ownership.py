@@ -29,7 +29,7 @@ class Owned:
 
     def __init__(self) -> None:
         self._clean_ups: dict[CleanUp, None] = {}
-        #: Not the reason: its traceback may refer to the task, which `_owned` would then keep alive.
+        # Without the reason: its traceback may refer to the task, which `_owned` would keep alive.
         self.released = False
 
     def add(self, clean_up: CleanUp) -> None:
