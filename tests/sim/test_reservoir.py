@@ -38,7 +38,7 @@ async def pool_with_faults(sim: Sim) -> int:
 
 
 def test_a_pool_keeps_its_invariants_under_random_faults() -> None:
-    report = simulate(pool_with_faults, scaled(2000, least=20))
+    report = simulate(pool_with_faults, scaled(2000, least=8))
     assert report.distinct == report.schedules
 
 
@@ -63,7 +63,7 @@ def test_a_first_caller_that_is_cancelled_leaves_a_pool_that_works(turns: int) -
             await asyncio.wait([first])
             await pool.putconn(await pool.getconn(timeout=5.0))
 
-    simulate(scenario, 10)
+    simulate(scenario, scaled(10, least=4))
 
 
 def test_a_connection_whose_ping_ends_in_the_guard_window_is_not_handed_out() -> None:
