@@ -33,6 +33,7 @@ _PRELOAD = [
     "moored.leases.redis",
     "moored.postgres",
     "moored.reservoir.psycopg",
+    "moored.rpc",
     "moored.sessions",
     "moored.sessions.mqtt",
     "moored.testing",

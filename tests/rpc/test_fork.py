@@ -9,41 +9,36 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.programs import run_program
 from tests.servers import free_port
 
 from moored.testing import scaled
 
 from .servers import EchoServer
 
-PROGRAM = Path(__file__).with_name("fork_program.py")
+PROGRAM = "tests.rpc.fork_program"
 LIMIT = 110.0
 #: What gRPC logs when a thread is inside of it at a fork: the child is then usually broken.
 BROKEN = "skipping fork() handlers"
 
 
-def run(scenario: str, uri: str, forks: int) -> dict[str, Any]:
-    """Run a scenario, and return the program's report."""
-    program = subprocess.Popen(
-        [sys.executable, str(PROGRAM), scenario, "--uri", uri, "--forks", str(forks)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        output, errors = program.communicate(timeout=LIMIT)
-    finally:
-        program.kill()
-        program.wait()
-        for stream in (program.stdout, program.stderr):
-            if stream is not None:
-                stream.close()
-    assert program.returncode == 0, errors
-    report: dict[str, Any] = json.loads(output)
-    report["stderr"] = errors
+def run(scenario: str, uri: str, forks: int, *, anew: bool = False) -> dict[str, Any]:
+    """Run a scenario, and return the program's report.
+
+    :param anew: in a new interpreter, in which gRPC reads its variables.
+    """
+    arguments = (scenario, "--uri", uri, "--forks", str(forks))
+    if anew:
+        command = [sys.executable, "-m", PROGRAM, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    else:
+        done = run_program(PROGRAM, *arguments, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    report: dict[str, Any] = json.loads(done.stdout)
+    report["stderr"] = done.stderr
     return report
 
 
@@ -146,7 +141,7 @@ def test_child_is_refused_if_grpc_fork_support_is_disabled(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPC_ENABLE_FORK_SUPPORT", "0")
-    report = run("refused", echo.uri, 2)
+    report = run("refused", echo.uri, 2, anew=True)
     assert all_well(report, 2)
 
 

@@ -475,6 +475,7 @@ def test_swap_between_choosing_and_counting_a_generation_is_safe(
     assert old.closed
 
 
+@pytest.mark.soak
 def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoServer) -> None:
     handler = make(new_live(echo.uri))
     ask, count = handler.unary_unary(ECHO), handler.unary_stream(COUNT)

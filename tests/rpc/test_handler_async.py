@@ -477,6 +477,7 @@ async def test_no_call_is_lost_while_tasks_call_and_generations_change(
     await asyncio.wait_for(handler._wait_closed(), 10)
 
 
+@pytest.mark.soak
 async def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoServer) -> None:
     handler = make(await new_aio_live(echo.uri))
     ask, count = handler.unary_unary(ECHO), handler.unary_stream(COUNT)

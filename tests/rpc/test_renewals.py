@@ -55,7 +55,7 @@ async def renewals_that_fail(sim: Sim) -> None:
 
 
 def test_failed_renewal_is_retried_soon() -> None:
-    simulate(renewals_that_fail, seeds=scaled(100, least=8))
+    simulate(renewals_that_fail, seeds=scaled(100, least=3))
 
 
 def _waits_for_a_whole_age(self: Background, managed: Any, *, again: bool = False) -> None:

@@ -252,7 +252,7 @@ def servers() -> Iterator[list[EchoServer]]:
 
 def test_invariants_hold_with_many_threads_and_killed_servers(servers: list[EchoServer]) -> None:
     load = Load(servers)
-    kills = scaled(30, least=3)
+    kills = scaled(30, least=2)
     # The first connection starts threads that stay.
     load.share(load.safe, Client())
     threads, files = own_threads(), descriptors()
@@ -276,7 +276,7 @@ async def _loses_changes(self: ConnectionManager) -> None:
 @mutant(ConnectionManager, "_make_changes", _loses_changes, name="posted changes are lost")
 def test_mutant_that_loses_changes_is_caught(servers: list[EchoServer]) -> None:
     with pytest.raises(StressFailed):
-        stress(Load(servers), servers[:2], 2)
+        stress(Load(servers), servers[:2], 1)
 
 
 def _never_released(self: ManagedConnection[Any], client: object | None) -> None:
@@ -286,4 +286,4 @@ def _never_released(self: ManagedConnection[Any], client: object | None) -> None
 @mutant(ManagedConnection, "given_back", _never_released, name="a released client is still counted")
 def test_mutant_that_never_forgets_clients_is_caught(servers: list[EchoServer]) -> None:
     with pytest.raises(StressFailed):
-        stress(Load(servers), servers[:2], 2)
+        stress(Load(servers), servers[:2], 1)

@@ -36,7 +36,7 @@ def test_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
 
 @pytest.mark.usefixtures("forkable")
 def test_invariants_hold_when_timers_fire_early_and_late() -> None:
-    simulate(random_faults, scaled(200, least=3), timer_slack=SLACK)
+    simulate(random_faults, scaled(200, least=1), timer_slack=SLACK)
 
 
 async def refreshing(sim: Sim) -> None:
@@ -56,7 +56,7 @@ async def refreshing(sim: Sim) -> None:
 
 
 def test_refresh_whose_timer_fires_early_fetches_the_topology() -> None:
-    simulate(refreshing, 20, timer_slack=SLACK)
+    simulate(refreshing, scaled(20, least=5), timer_slack=SLACK)
 
 
 @pytest.mark.every_loop(always=True)

@@ -107,7 +107,7 @@ async def long_outage(sim: Sim) -> None:
 
 
 def test_topology_is_fetched_once_a_second_in_an_outage() -> None:
-    simulate(long_outage, seeds=scaled(100, least=8))
+    simulate(long_outage, seeds=scaled(100, least=3))
 
 
 class FailingSource(RecordingSource):
@@ -138,7 +138,7 @@ async def failing_source(sim: Sim) -> None:
 
 
 def test_failing_source_is_queried_once_a_second() -> None:
-    simulate(failing_source, seeds=scaled(100, least=8))
+    simulate(failing_source, seeds=scaled(100, least=3))
 
 
 def test_source_that_answered_since_its_failure_is_queried_immediately() -> None:
@@ -166,7 +166,7 @@ async def moves_late(sim: Sim) -> None:
 
 
 def test_primary_that_moves_during_an_outage_is_found_within_a_second() -> None:
-    simulate(moves_late, seeds=scaled(200, least=20))
+    simulate(moves_late, seeds=scaled(200, least=6))
 
 
 async def error_first(sim: Sim) -> None:
@@ -188,7 +188,7 @@ async def error_first(sim: Sim) -> None:
 
 
 def test_first_failure_fetches_the_topology_immediately() -> None:
-    simulate(error_first, seeds=scaled(200, least=20))
+    simulate(error_first, seeds=scaled(200, least=6))
 
 
 async def moves_and_lives(sim: Sim) -> None:
@@ -211,7 +211,7 @@ async def moves_and_lives(sim: Sim) -> None:
 
 
 def test_primary_that_moved_and_stays_up_is_left_within_seconds() -> None:
-    simulate(moves_and_lives, seeds=scaled(200, least=20))
+    simulate(moves_and_lives, seeds=scaled(200, least=6))
 
 
 def does_not_hurry(self: Follower) -> None:
@@ -234,7 +234,7 @@ async def fresh_topology(sim: Sim) -> None:
 
 
 def test_fresh_topology_is_not_fetched_again() -> None:
-    simulate(fresh_topology, seeds=scaled(100, least=8))
+    simulate(fresh_topology, seeds=scaled(100, least=3))
 
 
 def fetches_each_time(self: SourcePacing, pace: float, now: float) -> float:

@@ -85,6 +85,7 @@ async def test_new_primary_is_found_with_the_new_token(
             while channel.address != other.address:
                 with contextlib.suppress(grpc.RpcError):
                     await side.call(channel, FAIL, b"UNAVAILABLE")
+                await asyncio.sleep(0.01)
         counters = side.manager.get_stats()["counters"]
         assert counters["credential_refreshes"] == (how == "refreshed")
     asked = [headers["Authorization"] for _, headers in directory.requests]
