@@ -59,7 +59,7 @@ class Census:
         query = """select pid, application_name from pg_stat_activity
                    where application_name like %s and datname is not null"""
         with psycopg.connect(self._url, autocommit=True) as conn:
-            while not self._over.wait(0.005):
+            while not self._over.wait(max(0.02, self._settled / 10)):
                 self._note(dict(conn.execute(query, [f"{self._application}%"])))
 
     def _note(self, found: dict[int, str]) -> None:

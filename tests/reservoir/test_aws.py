@@ -132,7 +132,7 @@ def test_the_lifetime_is_in_the_token_and_beside_it() -> None:
 
 def test_expires_at_is_never_after_the_signed_expiry() -> None:
     tokens = DsqlTokens(DSQL, session=static())
-    for _ in range(scaled(5000, least=500)):
+    for _ in range(scaled(5000, least=100)):
         token = tokens()
         date = parts(token)[1]["X-Amz-Date"]
         ends = datetime.strptime(date, "%Y%m%dT%H%M%S%z").timestamp() + 900

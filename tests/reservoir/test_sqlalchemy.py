@@ -86,7 +86,7 @@ async def test_many_threads(postgres_url: str) -> None:
         nonlocal most
         most = max(most, reservoir_of(engine)._core.size)
 
-    threads, iterations = 8, scaled(200, least=20)
+    threads, iterations = 8, scaled(200, least=10)
     stress_threads(worker, threads=threads, iterations=iterations, always=always)
     with engine.connect() as conn:
         assert conn.scalar(text("select count(*) from log")) == threads * iterations

@@ -32,7 +32,7 @@ def nodes() -> Iterator[list[RedisServer]]:
         deadline = time.monotonic() + START_LIMIT
         while not all(_agrees(node) for node in running):
             assert time.monotonic() < deadline, "the nodes do not find together"
-            time.sleep(0.02)
+            time.sleep(0.1)
         yield running
 
 
