@@ -278,7 +278,9 @@ async def describe_table(
     found = await conn.execute(_TABLE, names)
     row = await found.fetchone()
     if row is None:
-        raise ConfigurationError(f"the table {name} does not exist")
+        raise ConfigurationError(
+            f"the table {name} does not exist, or this role may not use its schema"
+        )
     oid, schema, plain, kind, standby, estimated, index, published = row
     if standby:
         raise ConfigurationError(
