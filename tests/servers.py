@@ -123,6 +123,8 @@ declare
 begin
     perform pg_terminate_backend(pid, 30000) from pg_stat_activity
         where datname = current_database() and pid <> pg_backend_pid();
+    perform pg_drop_replication_slot(slot_name) from pg_replication_slots
+        where database = current_database();
     for each in select pubname as name from pg_publication loop
         execute format('drop publication %I', each.name);
     end loop;

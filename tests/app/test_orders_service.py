@@ -17,7 +17,6 @@ import httpx
 import psycopg
 import pytest
 from tests.app.orders import LIMIT, OrdersService, Prices
-from tests.service.support import drop_slots
 
 from moored.broker.client import ReceivedEvent, follow
 from moored.testing import base_seed, scaled
@@ -63,7 +62,6 @@ def orders(postgres_url: str, tmp_path: Path, prices: Prices) -> Iterator[Orders
     service = OrdersService(postgres_url, tmp_path, prices)
     yield service
     service.kill()
-    drop_slots(postgres_url)
 
 
 async def first_state(asking: httpx.AsyncClient) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.support import Running, drop_slots, running
+from tests.service.support import Running, running
 
 from moored.embedded import SyncEmbeddedPostgres
 
@@ -18,13 +18,6 @@ def service(postgres: SyncEmbeddedPostgres) -> Iterator[Running]:
     with running("--database-url", postgres.url) as started:
         started.wait_active()
         yield started
-
-
-@pytest.fixture
-def postgres_url(postgres_url: str) -> Iterator[str]:
-    """A database of the shared server; the slots that services leave are dropped with it."""
-    yield postgres_url
-    drop_slots(postgres_url)
 
 
 @pytest.fixture

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import require_server
-from tests.service.support import drop_slots, moored
+from tests.service.support import moored
 from tests.service.test_database import service
 
 from .breaks import LIMIT, listener_pids
 
 
-@pytest.fixture
-def url(postgres_url: str) -> Iterator[str]:
-    yield postgres_url
-    drop_slots(postgres_url)
-
-
-def test_a_pooler_as_notify_url_ends_the_service(url: str) -> None:
-    with pgbouncer(require_server("pgbouncer"), url) as pooler:
+def test_a_pooler_as_notify_url_ends_the_service(postgres_url: str) -> None:
+    with pgbouncer(require_server("pgbouncer"), postgres_url) as pooler:
         ended = moored(
             "serve",
             "--port=0",
             DATABASE_URL=pooler,
-            MOORED_REPLICATION_URL=url,
+            MOORED_REPLICATION_URL=postgres_url,
             NOTIFY_URL=pooler,
         )
     assert ended.returncode == 2
@@ -36,14 +28,14 @@ def test_a_pooler_as_notify_url_ends_the_service(url: str) -> None:
     assert "NOTIFY_URL" in ended.stderr
 
 
-async def test_a_lost_listener_is_200_degraded(url: str, tmp_path: Path) -> None:
-    async with service(url, tmp_path, notify_url=url) as it:
+async def test_a_lost_listener_is_200_degraded(postgres_url: str, tmp_path: Path) -> None:
+    async with service(postgres_url, tmp_path, notify_url=postgres_url) as it:
         await it.until("active")
         assert it.pg.listener is not None
         await it.pg.listener.wait_until_up(LIMIT)
         told: list[str] = []
         it.service.monitor.subscribe(lambda change: told.append(change.status))
-        [pid] = await listener_pids(url)
+        [pid] = await listener_pids(postgres_url)
         os.kill(pid, signal.SIGTERM)
         await it.until("degraded")
         code, body = await it.health()

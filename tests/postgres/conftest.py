@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,28 +25,9 @@ def stream_id() -> str:
 
 
 @pytest.fixture
-def streamed_url(postgres_url: str, stream_id: str) -> Iterator[str]:
+def streamed_url(postgres_url: str) -> str:
     """The URL of an empty database; what was made for replication is dropped at the end."""
-    yield postgres_url
-    with psycopg.connect(postgres_url, autocommit=True) as conn:
-        ends = time.monotonic() + 30.0
-        # A sender that was ended has its slot for a moment more.
-        while _drop_slots(conn) and time.monotonic() < ends:
-            time.sleep(0.05)
-
-
-def _drop_slots(conn: psycopg.Connection[Any]) -> bool:
-    """Drop what can be dropped; returns whether something is left."""
-    conn.execute(
-        "select pg_terminate_backend(active_pid) from pg_replication_slots "
-        "where database = current_database() and active_pid is not null"
-    )
-    conn.execute(
-        "select pg_drop_replication_slot(slot_name) from pg_replication_slots "
-        "where database = current_database() and active_pid is null"
-    )
-    query = "select 1 from pg_replication_slots where database = current_database()"
-    return conn.execute(query).fetchone() is not None
+    return postgres_url
 
 
 @pytest.fixture

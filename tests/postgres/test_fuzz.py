@@ -34,7 +34,7 @@ from moored.postgres.decode._wire import read_keepalive
 from moored.testing import base_seed, scaled
 
 often = settings(
-    max_examples=scaled(3_000, least=40),
+    max_examples=scaled(3_000, least=30),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -113,7 +113,7 @@ def test_random_values_of_every_type(kind: bytes) -> None:
     for oid in OIDS:
         table = parse(relation([("c", oid)]), 0)
         assert isinstance(table, Relation)
-        chosen = [chance.randbytes(chance.randrange(40)) for _ in range(scaled(300, least=10))]
+        chosen = [chance.randbytes(chance.randrange(40)) for _ in range(scaled(300, least=3))]
         for content in AWKWARD + chosen:
             with suppress(DecodeError):
                 table.row(row([(kind, content)]), 0)
@@ -145,7 +145,7 @@ def test_random_arrays_as_text() -> None:
     """Of the characters that mean something in them, in any order."""
     chance = random.Random(base_seed())
     tables = [parse(relation([("c", oid)]), 0) for oid in (1007, 1009, 1020, 1231)]
-    for _ in range(scaled(100_000, least=5000)):
+    for _ in range(scaled(100_000, least=2000)):
         table, written = chance.choice(tables), chance.choices(PIECES, k=chance.randrange(14))
         assert isinstance(table, Relation)
         content = "".join(chance.choice([written, ["{", *written, "}"]])).encode()
@@ -251,7 +251,7 @@ def test_byte_flips_of_a_recorded_stream(recorded: list[bytes]) -> None:
     described(recorded)
     chance = random.Random(base_seed())
     refused = 0
-    rounds = scaled(10_000, least=300)
+    rounds = scaled(10_000, least=150)
     for _ in range(rounds):
         messages = list(recorded)
         for _ in range(chance.choice([1, 1, 1, 2, 5])):
@@ -270,7 +270,7 @@ def test_truncated_and_extended_messages(recorded: list[bytes]) -> None:
     """Not only does nothing break: that something is missing is always noticed."""
     described(recorded)
     for place, message in enumerate(recorded):
-        cuts = range(26, len(message), 1 + len(message) // scaled(300, least=30))
+        cuts = range(26, len(message), 1 + len(message) // scaled(300, least=12))
         shorter = [message[:cut] for cut in cuts]
         for broken in (*shorter, message + b"\0", message + message[25:]):
             assert consume([*recorded[:place], broken, *recorded[place + 1 :]]) is None

@@ -156,6 +156,7 @@ async def write_rows(url: str, over: asyncio.Event) -> int:
         for number in itertools.count():
             if over.is_set():
                 return done
+            await asyncio.sleep(PAUSE / 4)
             with contextlib.suppress(psycopg.errors.UndefinedTable):
                 await conn.execute(
                     f"begin; insert into orders values ({number}, 'new'); "

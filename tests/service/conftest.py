@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.service.support import Running, drop_slots, running
+from tests.service.support import Running, running
 
 
 @pytest.fixture(scope="session")
@@ -15,13 +15,6 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running("--data-dir", str(tmp_path_factory.mktemp("service") / "data")) as started:
         started.wait_active()
         yield started
-
-
-@pytest.fixture
-def postgres_url(postgres_url: str) -> Iterator[str]:
-    """A database of the shared server; the slots that services leave are dropped with it."""
-    yield postgres_url
-    drop_slots(postgres_url)
 
 
 @pytest.fixture(scope="session")

@@ -19,13 +19,11 @@ from typing import Any
 
 import httpx
 import psutil
-import psycopg
 from tests.programs import Program, run_program
 
 __all__ = [
     "Running",
     "clean_environment",
-    "drop_slots",
     "gone",
     "moored",
     "own_stream",
@@ -59,25 +57,6 @@ def own_stream() -> dict[str, str]:
         "MOORED_STATE_DIR": state,
         "MOORED_POOL_SIZE": "2",
     }
-
-
-def drop_slots(url: str) -> None:
-    """Drop the slots of a database, so that the database can be dropped."""
-    with psycopg.connect(url, autocommit=True) as conn:
-        conn.execute(
-            "select pg_terminate_backend(active_pid) from pg_replication_slots "
-            "where database = current_database() and active_pid is not null"
-        )
-
-        def dropped() -> bool:
-            conn.execute(
-                "select pg_drop_replication_slot(slot_name) from pg_replication_slots "
-                "where database = current_database() and active_pid is null"
-            )
-            query = "select 1 from pg_replication_slots where database = current_database()"
-            return conn.execute(query).fetchone() is None
-
-        until(dropped, "the slots are free")
 
 
 def gone(processes: list[psutil.Process]) -> None:
