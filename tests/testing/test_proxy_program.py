@@ -5,40 +5,34 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from tests.programs import Program, run_program
 
 from moored.testing._proxy_commands import HELP, run_command
 from moored.testing.proxy import FaultProxy
 
-PROGRAM = [sys.executable, "-W", "error", "-m", "moored.testing.proxy"]
+PROGRAM = "moored.testing.proxy"
 
 
 @contextmanager
-def program(*arguments: str) -> Iterator[subprocess.Popen[str]]:
-    pipe = subprocess.PIPE
-    command = [*PROGRAM, *arguments]
-    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True)
-    with process:
+def program(*arguments: str) -> Iterator[Program]:
+    with Program(PROGRAM, *arguments, stderr=True) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def send_command(process: subprocess.Popen[str], line: str) -> str:
-    assert process.stdin is not None
-    assert process.stdout is not None
+def send_command(process: Program, line: str) -> str:
     process.stdin.write(f"{line}\n")
     process.stdin.flush()
     return process.stdout.readline()
 
 
-def address(process: subprocess.Popen[str]) -> tuple[str, int]:
-    assert process.stdout is not None
+def address(process: Program) -> tuple[str, int]:
     words = process.stdout.readline().split()
     assert words[:2] == ["listening", "on"]
     host, _, port = words[2].rstrip(",").rpartition(":")
@@ -79,15 +73,15 @@ def test_commands_on_standard_input_switch_the_faults(server: socket.socket) -> 
                 with pytest.raises(ConnectionResetError):
                     client.recv(1)
         send_command(process, "status")
-        assert process.stdout is not None
         assert process.stdout.readline() == (
             "accepted=1 refused=0 limited=0 open=0 resets=1 bytes_up=10 bytes_down=0 "
             "bytes_swallowed=0\n"
         )
-        out, error = process.communicate("nonsense\n\nlatency much\n", timeout=30)
-        assert process.returncode == 0
-        assert out == "ended\n"
-        assert error == (
+        process.stdin.write("nonsense\n\nlatency much\n")
+        process.stdin.close()
+        assert process.wait(30) == 0
+        assert process.stdout.read() == "ended\n"
+        assert process.stderr.read() == (
             "moored: unknown command 'nonsense': try help\nmoored: 'much' is not a number\n"
         )
 
@@ -99,7 +93,6 @@ def test_a_signal_ends_the_program(server: socket.socket, number: signal.Signals
             server.accept()[0].close()
             process.send_signal(number)
             assert process.wait(30) == 0
-        assert process.stderr is not None
         assert process.stderr.read() == ""
 
 
@@ -120,7 +113,7 @@ def test_do_runs_commands_before_the_first_connection(server: socket.socket) -> 
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+    return run_program(PROGRAM, *arguments, timeout=60)
 
 
 def test_the_help_lists_the_commands() -> None:

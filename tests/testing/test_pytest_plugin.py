@@ -9,8 +9,10 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+from tests.programs import run_program
 
 PLUGIN = "moored.testing.plugin"
+LIMIT = 100.0
 SUITE = """
 from moored.testing import simulate
 
@@ -26,13 +28,11 @@ def run_pytest(folder: Path, *arguments: str, **environment: str) -> str:
     (folder / "test_suite.py").write_text(SUITE)
     clean = {name: value for name, value in os.environ.items() if "MOORED" not in name}
     clean["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # other plugins take seconds to import
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, *arguments],
+    done = run_program(
+        *("pytest", "-q", "-p", "no:cacheprovider", "-p", PLUGIN, *arguments),
+        timeout=LIMIT,
         cwd=folder,
-        env=clean | environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        environ=clean | environment,
     )
     return done.stdout + done.stderr
 
