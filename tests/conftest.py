@@ -42,6 +42,12 @@ settings.load_profile("moored")
 gc.disable()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest test first: at the end, the other workers would wait for it."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/soak_app/"))
+
+
 def pytest_collection_finish() -> None:
     """Enable garbage collections, and exclude the collected tests from them, to save time.
 
