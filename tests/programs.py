@@ -5,6 +5,7 @@ A new interpreter with its imports takes 0.2 to 1.5 s of CPU time, and the tests
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import resource
@@ -38,6 +39,9 @@ _PRELOAD = [
     "moored.sessions.mqtt",
     "moored.testing",
     "tests.initdb_once",
+    "typer._adapters",
+    "uvicorn.lifespan.off",
+    "uvicorn.protocols.websockets.auto",
 ]
 
 _forks = multiprocessing.get_context("forkserver")
@@ -154,6 +158,8 @@ def _main(
         os.dup2(pipe.fileno(), number)
         pipe.close()
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    # A collection would copy the memory of everything that was imported.
+    gc.freeze()
     warnings.simplefilter("error")
     multiprocessing.current_process().daemon = False  # it may have children of its own
     with initdb_once():
