@@ -43,6 +43,14 @@ def shell(request: pytest.FixtureRequest) -> Any:
 
 
 two_shells = pytest.mark.parametrize("shell", SHELLS)
+#: For many connections under load: one of them in `make test`.
+one_of_two_shells = pytest.mark.parametrize(
+    "shell", ["threads", pytest.param("asyncio", marks=pytest.mark.soak)]
+)
+one_of_all = pytest.mark.parametrize(
+    "shell",
+    ["asyncio", *(pytest.param(each, marks=pytest.mark.soak) for each in ("threads", "asyncpg"))],
+)
 
 
 @pytest.fixture
@@ -59,7 +67,7 @@ def url(gate: Gate, postgres: SyncEmbeddedPostgres) -> str:
 # -- connections come and go under load ------------------------------------------------------------
 
 
-@two_shells
+@one_of_two_shells
 async def test_drained_under_load_it_recovers_without_an_error(
     shell: Shell, postgres: SyncEmbeddedPostgres, gate: Gate, url: str
 ) -> None:
@@ -79,7 +87,7 @@ async def test_drained_under_load_it_recovers_without_an_error(
     assert census.most == 6
 
 
-@two_shells
+@one_of_two_shells
 async def test_callers_do_not_notice_the_expiry_of_all_connections(
     shell: Shell, gate: Gate, url: str
 ) -> None:
@@ -107,6 +115,7 @@ async def test_callers_do_not_notice_the_expiry_of_all_connections(
         assert rig.now.refill_failures == {}
 
 
+@one_of_all
 async def test_a_token_that_expires_under_load_is_replaced(
     shell: Shell, postgres: SyncEmbeddedPostgres, gate: Gate
 ) -> None:
@@ -150,6 +159,7 @@ async def _backends_of(rig: Rig, number: int) -> set[int]:
 # -- the way to the server -----------------------------------------------------------------------
 
 
+@one_of_all
 async def test_a_reset_of_all_costs_each_connection_one_error_at_most(
     shell: Shell, gate: Gate, url: str
 ) -> None:
@@ -273,6 +283,7 @@ async def _fail_in_a_transaction_async(pool: AsyncConnectionPool[Any], gate: Gat
         raise ZeroDivisionError
 
 
+@one_of_all
 async def test_idle_connections_dropped_by_a_firewall_are_replaced(
     shell: Shell,
     postgres: SyncEmbeddedPostgres,

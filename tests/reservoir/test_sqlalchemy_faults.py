@@ -203,6 +203,10 @@ async def test_a_connection_idle_for_long_is_pinged(
 # -- a server that limits --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "way",
+    ["threads", *(pytest.param(each, marks=pytest.mark.soak) for each in ("psycopg", "asyncpg"))],
+)
 async def test_the_servers_rate_is_kept(way: Way, gate: Gate, gated_url: str) -> None:
     """With very short lifetimes under constant load, no caller is refused."""
     gate.limit(20, 6, answer=postgres_fatal())

@@ -9,7 +9,6 @@ import inspect
 import os
 import re
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 from tests.docs.pages import ROOT, Names, block_with, blocks, page, run
 from tests.leases.virtual import ScriptedStore, in_virtual_time
 from tests.postgres.certificates import Authority
+from tests.programs import Program
 from tests.servers import free_port, require_server
 from tests.sessions.mosquitto import Mosquitto
 from tests.sessions.support import LIMIT, until
@@ -60,15 +60,14 @@ def broker() -> Iterator[Mosquitto]:
 class RunningBot:
     """The bot of the tutorial in its own process, and the lines that it prints."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    def __init__(self, program: Program) -> None:
+        self._program = program
         self.lines: list[str] = []
 
     async def prints(self, beginning: str) -> str:
         """Wait for a line with this beginning, and return it."""
-        assert self._process.stdout is not None
         async with asyncio.timeout(LIMIT):
-            while line := (await self._process.stdout.readline()).decode().rstrip():
+            while line := (await asyncio.to_thread(self._program.stdout.readline)).rstrip():
                 self.lines.append(line)
                 if line.startswith(beginning):
                     return line
@@ -76,24 +75,17 @@ class RunningBot:
 
     async def stop(self) -> int:
         """Press Ctrl-C."""
-        os.kill(self._process.pid, signal.SIGINT)
-        async with asyncio.timeout(LIMIT):
-            return await self._process.wait()
+        self._program.send_signal(signal.SIGINT)
+        return await asyncio.to_thread(self._program.wait, LIMIT)
 
 
 @contextlib.asynccontextmanager
 async def bot_at(url: str) -> AsyncIterator[RunningBot]:
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-W", "error", str(BOT), url),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    try:
-        yield RunningBot(process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
+    with Program(str(BOT), url) as program:
+        try:
+            yield RunningBot(program)
+        finally:
+            program.kill()
 
 
 async def ask(broker: Mosquitto, words: bytes) -> bytes:
