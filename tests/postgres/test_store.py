@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sqlite3
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.programs import Program
 
 from moored.postgres import ConfigurationError, History, Lsn, StateError
 from moored.postgres.consume import _store
@@ -145,12 +142,11 @@ def test_saved_state_survives_a_kill(tmp_path: Path) -> None:
         "print('saved', flush=True)\n"
         "sys.stdin.read()\n"
     )
-    path = tmp_path / "state.db"
-    command = [sys.executable, "-c", program, str(path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"saved\n"
-        os.kill(process.pid, signal.SIGKILL)
+    script, path = tmp_path / "saves.py", tmp_path / "state.db"
+    script.write_text(program)
+    with Program(str(script), str(path)) as process:
+        assert process.stdout.readline() == "saved\n"
+        process.kill()
     store = StateStore(path)
     assert store.confirmed() == 77
     assert store.consumers() == {"search": Saved(Lsn(78), None)}
