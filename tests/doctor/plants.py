@@ -65,7 +65,7 @@ def direct_urls(world: World) -> Options:
 # -- the way to the server -----------------------------------------------------------------------
 
 
-@planted("reachability", advised=right_url)
+@planted("reachability", advised=right_url, variant=True)
 def unknown_host(world: World) -> Options:
     return {"database_url": world.url_with(host="no-such-host.invalid")}
 
@@ -80,7 +80,7 @@ def wrong_password(world: World) -> Options:
     return {"database_url": world.url_with(password="another-secret")}
 
 
-@planted("reachability")
+@planted("reachability", variant=True)
 def missing_database(world: World) -> Options:
     return {"database_url": world.url_with(dbname="missing")}
 
@@ -103,7 +103,7 @@ def listener_behind_transaction_pooler(world: World) -> Options:
     return {"notify_url": pooled(world, "transaction")}
 
 
-@planted("pooler", advised=direct_urls)
+@planted("pooler", advised=direct_urls, variant=True)
 def listener_behind_session_pooler(world: World) -> Options:
     return {"notify_url": pooled(world, "session")}
 
@@ -155,7 +155,7 @@ def no_sender_left(world: World) -> None:
     pass
 
 
-@planted("connections_left")
+@planted("connections_left", variant=True)
 def pool_larger_than_server(world: World) -> Options:
     return {"pool_size": 150}
 
@@ -180,7 +180,7 @@ def idle_session_timeout(world: World) -> None:
     world.configure(idle_session_timeout="60s")
 
 
-@planted("harmful_settings")
+@planted("harmful_settings", variant=True)
 def no_wal_sender_timeout(world: World) -> None:
     world.configure(wal_sender_timeout="0")
 
@@ -218,7 +218,7 @@ def column_list(world: World) -> None:
     world.own("alter table orders add name text", f"{PUBLICATION} for table orders (id)")
 
 
-@planted("named_tables")
+@planted("named_tables", variant=True)
 def unlogged_table(world: World) -> Options:
     world.own('create unlogged table "Scratch" (id int primary key)')
     return {"tables": ["public.Scratch"]}
@@ -255,7 +255,7 @@ def unreadable_table(world: World) -> None:
     )
 
 
-@planted("select_privilege")
+@planted("select_privilege", variant=True)
 def unusable_schema(world: World) -> Options:
     world.run("revoke usage on schema public from public")
     return {"tables": ["orders"]}
@@ -289,13 +289,13 @@ def partition_without_key(world: World) -> Options:
     return {"tables": ["log"]}
 
 
-@planted("table_identity")
+@planted("table_identity", variant=True)
 def identity_nothing(world: World) -> Options:
     world.own("alter table orders replica identity nothing")
     return {"tables": ["orders"]}
 
 
-@planted("table_identity")
+@planted("table_identity", variant=True)
 def identity_full(world: World) -> Options:
     world.own("alter table orders replica identity full")
     return {"tables": ["orders"]}
