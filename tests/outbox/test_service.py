@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import psycopg
-import pytest
-from tests.service.support import drop_slots
 from tests.service.test_database import service
 
 from .reading import payloads
 
 
-@pytest.fixture
-def url(postgres_url: str) -> Iterator[str]:
-    yield postgres_url
-    drop_slots(postgres_url)
-
-
-async def test_the_service_shows_the_outbox(url: str, tmp_path: Path) -> None:
+async def test_the_service_shows_the_outbox(postgres_url: str, tmp_path: Path) -> None:
     async with (
-        service(url, tmp_path, notify_url=url) as it,
-        await psycopg.AsyncConnection.connect(url, autocommit=True) as sql,
+        service(postgres_url, tmp_path, notify_url=postgres_url) as it,
+        await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as sql,
     ):
         await it.until("active")
         await it.pg.outbox.install()

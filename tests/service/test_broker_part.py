@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
-from tests.service.support import LIMIT, Running, drop_slots, moored, running, until
+from tests.service.support import LIMIT, Running, moored, running, until
 
 from moored.postgres.outbox import ddl
 from moored.service import ConfigError, load
@@ -21,17 +21,16 @@ ACME, OTHER = "11111111-1111-1111-1111-111111111111", "22222222-2222-2222-2222-2
 
 
 @pytest.fixture
-def environ(postgres_url: str, tmp_path: Path) -> Iterator[dict[str, str]]:
+def environ(postgres_url: str, tmp_path: Path) -> dict[str, str]:
     """The settings of a service with a broker, whose outbox is not installed yet."""
     keys = tmp_path / "keys"
     keys.write_text(f"acme-key {ACME}\nother-key {OTHER}\n")
-    yield {
+    return {
         "DATABASE_URL": postgres_url,
         "MOORED_ADMIN_TOKEN": "of-the-operator",
         "MOORED_BROKER_CHANNELS": "orders",
         "MOORED_BROKER_KEYS": str(keys),
     }
-    drop_slots(postgres_url)
 
 
 @contextmanager
