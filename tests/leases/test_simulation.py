@@ -29,7 +29,7 @@ async def faulty_cluster(sim: Sim) -> tuple[int, int, int]:
 
 
 def test_invariants_hold_in_two_thousand_simulated_schedules() -> None:
-    report = simulate(faulty_cluster, scaled(2000, least=20))
+    report = simulate(faulty_cluster, scaled(2000, least=10))
     assert report.distinct == report.schedules
 
 

@@ -38,7 +38,7 @@ async def cluster_that_goes_on(sim: Sim) -> int:
 
 
 def test_local_leases_are_exchanged() -> None:
-    simulate(cluster_that_goes_on, scaled(1000, least=12))
+    simulate(cluster_that_goes_on, scaled(1000, least=5))
 
 
 def _exchanges_all(self: LeaseTable, known: str) -> Entry | None:

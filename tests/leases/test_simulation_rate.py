@@ -133,7 +133,7 @@ async def shared_rate_on_a_bad_day(sim: Sim) -> float:
 
 
 def test_no_window_exceeds_the_rate_limit() -> None:
-    simulate(shared_rate_on_a_bad_day, scaled(1000, least=12))
+    simulate(shared_rate_on_a_bad_day, scaled(1000, least=5))
 
 
 def _keeps_for_ever(self: TokenCache, now: float) -> int:

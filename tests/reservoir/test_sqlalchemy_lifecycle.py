@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, NullPool, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine
+from tests.programs import run_program
 from tests.reservoir.engines import PID, WAYS, Desk, Way, backends, left
 from tests.reservoir.harness import until
 
@@ -173,19 +173,18 @@ print(asyncio.run(pid(False)) != asyncio.run(pid(True)))
 """
 
 
-def test_an_engine_works_on_a_new_loop_after_its_loop_has_ended(postgres_url: str) -> None:
+def test_an_engine_works_on_a_new_loop_after_its_loop_has_ended(
+    postgres_url: str, tmp_path: Path
+) -> None:
     """With SQLAlchemy's own connections this is an error; a reservoir can begin anew.
 
     In a process of its own, because what a loop leaves behind when it is ended under a supervisor
     is found by a garbage collector, at any time.
     """
     url = make_url(postgres_url).set(drivername="postgresql+psycopg")
-    done = subprocess.run(
-        [sys.executable, "-c", OUTLIVED, url.render_as_string(hide_password=False)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    script = tmp_path / "program.py"
+    script.write_text(OUTLIVED)
+    done = run_program(str(script), url.render_as_string(hide_password=False), timeout=60)
     assert done.stdout == "True\n", done.stderr
     assert "its event loop has ended" in done.stderr
 

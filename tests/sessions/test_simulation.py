@@ -579,15 +579,15 @@ async def _no_finish(self: Sink, timeout: float = 0.0) -> None:
 
 
 def test_every_send_has_a_correct_outcome_under_random_faults() -> None:
-    simulate(random_faults, seeds=scaled(2000, least=12))
+    simulate(random_faults, seeds=scaled(2000, least=10))
 
 
 def test_every_send_has_a_correct_outcome_with_inexact_timers() -> None:
-    simulate(random_faults, seeds=scaled(400, least=8), timer_slack=0.001)
+    simulate(random_faults, seeds=scaled(400, least=4), timer_slack=0.001)
 
 
 def test_old_socket_affects_no_send_of_the_new_link() -> None:
-    simulate(one_cut, seeds=scaled(500, least=12))
+    simulate(one_cut, seeds=scaled(500, least=5))
 
 
 def _stale_close(self: Link, error: BaseException | None) -> None:
@@ -686,16 +686,16 @@ def test_mutants_are_caught(scenario: Any, planted: Mutant) -> None:
 
 
 def test_session_does_not_reconnect_after_a_final_close() -> None:
-    simulate(final_close, seeds=scaled(200, least=8))
+    simulate(final_close, seeds=scaled(200, least=4))
 
 
 def test_sender_crash_settles_all_sends_of_its_recipient() -> None:
-    simulate(sender_crash, seeds=scaled(200, least=8))
+    simulate(sender_crash, seeds=scaled(200, least=4))
 
 
 def test_stop_settles_all_sends() -> None:
-    simulate(stopped, seeds=scaled(200, least=8))
+    simulate(stopped, seeds=scaled(200, least=4))
 
 
 def test_stop_leaves_queued_messages_to_the_next_session() -> None:
-    simulate(stopped_receiving, seeds=scaled(200, least=8))
+    simulate(stopped_receiving, seeds=scaled(200, least=4))
