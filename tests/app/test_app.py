@@ -319,7 +319,7 @@ async def test_a_broker_reads_the_outbox_of_a_pool(postgres_url: str) -> None:
     app = new()
     db = app.pool(postgres_url, name="db", min_size=1, max_size=3)
     outbox = Outbox(db, install=True)
-    live = app.broker(outbox, channels=["orders"], canonical=str)
+    live = app.broker(outbox, canonical=str)
     async with running_app(app, timeout=LIMIT), live.subscribe("acme") as events:
         async with asyncio.timeout(LIMIT):
             await app._running().monitor.wait_until(lambda _: live.up)

@@ -117,6 +117,19 @@ async def test_event_on_another_channel_or_without_a_tenant_is_dropped_and_count
         assert broker.statistics().dropped == dropped
 
 
+async def test_broker_without_channels_has_all_except_reserved_names() -> None:
+    source = MemorySource()
+    async with Broker(source) as broker:
+        with pytest.raises(ValueError, match="not a channel of the broker: reset"):
+            broker.open(ACME, ["reset"])
+        async with broker.subscribe(ACME) as both, broker.subscribe(ACME, ["refunds"]) as one:
+            source.publish("reset", payload(1))
+            source.publish("refunds", payload(2))
+            await published(broker, source, payload(3))
+            assert (await taken(both), await taken(one)) == ([2, 3], [2])
+        assert broker.statistics().dropped == {"unknown_channel": 1}
+
+
 async def test_code_of_the_user_that_fails_for_a_payload_drops_only_that_event() -> None:
     source = MemorySource()
     broker = Broker(

@@ -58,7 +58,7 @@ class Log:
         return int(number)
 
     async def read(
-        self, after: Any, tenant: str, channels: frozenset[str], limit: int
+        self, after: Any, tenant: str, channels: frozenset[str] | None, limit: int
     ) -> list[SourceEvent]:
         await asyncio.sleep(self._sim.random(0, 0.05))
         if self._sim.rng.random() < 0.02:
@@ -69,8 +69,9 @@ class Log:
         await asyncio.sleep(self._sim.random(0, 0.05))
         return found
 
-    def of(self, tenant: str, channels: frozenset[str]) -> list[SourceEvent]:
-        return [event for event in self.all if event.tenant == tenant and event.channel in channels]
+    def of(self, tenant: str, channels: frozenset[str] | None) -> list[SourceEvent]:
+        found = [event for event in self.all if event.tenant == tenant]
+        return [event for event in found if channels is None or event.channel in channels]
 
 
 class Source:

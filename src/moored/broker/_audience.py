@@ -11,7 +11,8 @@ Invariants:
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from typing import Any, Literal
 
 from ._events import LiveEvent, Skipped, StreamComment, StreamReset
@@ -48,12 +49,13 @@ class StreamBuffer:
     def __init__(
         self,
         tenant: str,
-        channels: frozenset[str],
+        channels: frozenset[str] | None,
         limits: tuple[int, int, SlowPolicy],
         *,
         replaying: bool = False,
     ) -> None:
         self.tenant = tenant
+        #: The channels that it gets; None for all.
         self.channels = channels
         self.replaying = replaying
         #: Whether live events were forgotten while the history was read.
@@ -70,6 +72,10 @@ class StreamBuffer:
         self._items: deque[LiveEvent | StreamReset | StreamComment] = deque()
         self._bytes = 0
         self._skipped = 0
+
+    def gets(self, channel: str) -> bool:
+        """Return whether it gets the events of a channel."""
+        return self.channels is None or channel in self.channels
 
     def push(self, event: LiveEvent) -> str:
         """Buffer an event; return why an event was dropped instead, or an empty string."""
@@ -192,7 +198,7 @@ class Audience:
         self._all[subscriber] = None
         self.of_tenant[subscriber.tenant] += 1
         channels = self._index.setdefault(subscriber.tenant, {})
-        for channel in subscriber.channels:
+        for channel in _keys(subscriber):
             channels.setdefault(channel, {})[subscriber] = None
 
     def remove(self, subscriber: StreamBuffer) -> None:
@@ -208,12 +214,13 @@ class Audience:
 
     def mute(self, subscriber: StreamBuffer) -> None:
         """Send no more events to a subscriber, which still counts until it is removed."""
-        for channel in subscriber.channels:
+        for channel in _keys(subscriber):
             self._index[subscriber.tenant][channel].pop(subscriber, None)
 
     def hearers(self, tenant: str, channel: str) -> Iterator[StreamBuffer]:
         """Return the subscribers of a tenant and a channel."""
-        return iter(self._index.get(tenant, _NONE).get(channel, _NOBODY))
+        channels = self._index.get(tenant, _NONE)
+        return chain(channels.get(channel, _NOBODY), channels.get(_ALL, _NOBODY))
 
     def __iter__(self) -> Iterator[StreamBuffer]:
         return iter(self._all)
@@ -222,5 +229,11 @@ class Audience:
         return len(self._all)
 
 
+def _keys(subscriber: StreamBuffer) -> Iterable[str]:
+    return (_ALL,) if subscriber.channels is None else subscriber.channels
+
+
+#: The key of the subscribers of all channels; it is not the name of one.
+_ALL = ""
 _NONE: dict[str, dict[StreamBuffer, None]] = {}
 _NOBODY: dict[StreamBuffer, None] = {}

@@ -84,7 +84,8 @@ class Broker:
                     ...
 
     :param source: yields the events; None for a broker that is off, whose streams are refused.
-    :param channels: the channels that subscribers may have; an event on another one is dropped.
+    :param channels: the channels that subscribers may have; an event on another one is dropped. By
+        default, all channels of the source.
     :param replay: the history from which a subscriber resumes; by default the last events are kept
         in memory.
     :param tenant: the field of the payload (a JSON object) that names the tenant, or a function of
@@ -105,7 +106,7 @@ class Broker:
         self,
         source: EventSource | None,
         *,
-        channels: Iterable[str],
+        channels: Iterable[str] | None = None,
         replay: ReplaySource | None = None,
         tenant: str | Callable[[SourceEvent], str | None] = "org_id",
         canonical: Callable[[Any], str] = canonical_uuid,
@@ -119,7 +120,9 @@ class Broker:
         recorder: Recorder | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.channels = frozenset((channels,) if isinstance(channels, str) else channels)
+        given = (channels,) if isinstance(channels, str) else channels
+        #: The channels that subscribers may have; None for all.
+        self.channels = None if given is None else frozenset(given)
         numbers = {
             "buffer": buffer,
             "buffer_bytes": buffer_bytes,
@@ -164,10 +167,10 @@ class Broker:
                 yield f"{name}={value}: must be at least 1"
         if slow not in ("disconnect", "drop", "latest"):
             yield f"slow={slow!r}: must be 'disconnect', 'drop' or 'latest'"
-        if not self.channels:
+        if self.channels is not None and not self.channels:
             yield "channels: at least one is needed"
-        for channel in self.channels:
-            if not channel or not channel.isprintable() or "," in channel or channel in RESERVED:
+        for channel in self.channels or ():
+            if not _is_channel(channel):
                 yield (
                     f"channel {channel!r}: must be printable, without a comma, and none of "
                     f"{', '.join(RESERVED)}"
@@ -254,7 +257,7 @@ class Broker:
     def _admit(self, found: SourceEvent) -> LiveEvent | None:
         """Return the event with its tenant; None if it must not be sent to anyone."""
         try:
-            if found.channel not in self.channels:
+            if not self.has_channel(found.channel):
                 raise Untold("unknown_channel")
             tenant = self._tenants.of(found)
         except Untold as error:
@@ -276,6 +279,10 @@ class Broker:
     def canonical(self, tenant: str) -> str:
         """Return the one form of a tenant's name; raises `ValueError`."""
         return self._tenants.canonical(tenant)
+
+    def has_channel(self, name: str) -> bool:
+        """Return whether subscribers may have a channel."""
+        return _is_channel(name) if self.channels is None else name in self.channels
 
     @asynccontextmanager
     async def subscribe(
@@ -300,7 +307,7 @@ class Broker:
     ) -> LiveStream:
         """Open a stream as `subscribe` does; the caller must `close` it."""
         wanted = self.channels if channels is None else frozenset(channels)
-        if unknown := wanted - self.channels:
+        if unknown := [each for each in wanted or () if not self.has_channel(each)]:
             raise ValueError(f"not a channel of the broker: {', '.join(sorted(unknown))}")
         self._check_room(tenant := self.canonical(tenant))
         position, lost = None, ""
@@ -386,3 +393,7 @@ class Broker:
     def __repr__(self) -> str:
         found = self.status()
         return f"<Broker {self.name!r}: {found['state']}, {found['subscribers']} subscribers>"
+
+
+def _is_channel(name: str) -> bool:
+    return bool(name) and name.isprintable() and "," not in name and name not in RESERVED

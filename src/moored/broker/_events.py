@@ -100,12 +100,14 @@ class ReplaySource(Protocol):
         """Return the position of an event id; raises `HistoryLost` or `ValueError` for another."""
 
     async def read(
-        self, after: Any, tenant: str, channels: frozenset[str], limit: int
+        self, after: Any, tenant: str, channels: frozenset[str] | None, limit: int
     ) -> list[SourceEvent]:
         """Return up to `limit` events after a position, oldest first; none if there are no more.
 
-        Events of other tenants may be among them, if the source does not know their tenant. Raises
-        `HistoryLost` if events after the position were deleted.
+        Events of other tenants and channels may be among them. Raises `HistoryLost` if events after
+        the position were deleted.
+
+        :param channels: the channels that are wanted; None for all.
         """
 
 

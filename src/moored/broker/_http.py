@@ -237,11 +237,11 @@ class BrokerApp:
         named = [name for value in request.query("channel") for name in value.split(",") if name]
         allowed = self.broker.channels
         if identity.channels is not None:
-            allowed &= identity.channels
+            allowed = identity.channels if allowed is None else allowed & identity.channels
         for name in named:
-            if name not in allowed:
+            if not self.broker.has_channel(name) or (allowed is not None and name not in allowed):
                 raise _Refused(404, f"there is no channel {name!r}")
-        if not allowed:
+        if allowed is not None and not allowed:
             raise _Refused(403, "the token allows none of the channels")
         after = request.header("last-event-id") or "".join(request.query("last_event_id")[:1])
         channels = frozenset(named) or allowed

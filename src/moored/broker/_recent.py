@@ -61,7 +61,7 @@ class RecentEvents:
         return int(number)
 
     async def read(
-        self, after: Any, tenant: str, channels: frozenset[str], limit: int
+        self, after: Any, tenant: str, channels: frozenset[str] | None, limit: int
     ) -> list[SourceEvent]:
         """Return events of the tenant after a position."""
         if after < self._before:
@@ -69,5 +69,7 @@ class RecentEvents:
         return [
             SourceEvent(event.channel, event.payload, tenant, event.id, event.position)
             for event in self._kept
-            if event.position > after and event.tenant == tenant and event.channel in channels
+            if event.position > after
+            and event.tenant == tenant
+            and (channels is None or event.channel in channels)
         ][:limit]

@@ -112,7 +112,7 @@ class LiveStream:
         return [event for event in map(self._admit, page) if event and self._may_see(event)]
 
     def _may_see(self, event: LiveEvent) -> bool:
-        return event.tenant == self.subscriber.tenant and event.channel in self.subscriber.channels
+        return event.tenant == self.subscriber.tenant and self.subscriber.gets(event.channel)
 
     def __aiter__(self) -> LiveStream:
         return self

@@ -80,11 +80,11 @@ class OutboxEvents:
         return place, id
 
     async def read(
-        self, after: Position, tenant: str, channels: frozenset[str], limit: int
+        self, after: Position, tenant: str, channels: frozenset[str] | None, limit: int
     ) -> list[SourceEvent]:
         """Return events of the tenant after a position."""
         batch = await self._outbox.read(
-            after[1], limit=limit, channels=sorted(channels), tenant=tenant
+            after[1], limit=limit, channels=sorted(channels or ()), tenant=tenant
         )
         if batch.reset is not None:
             raise HistoryLost(batch.reset.reason)

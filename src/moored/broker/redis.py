@@ -136,14 +136,18 @@ class RedisEvents:
         return found
 
     async def read(
-        self, after: Position, tenant: str, channels: frozenset[str], limit: int
+        self, after: Position, tenant: str, channels: frozenset[str] | None, limit: int
     ) -> list[SourceEvent]:
         """Return entries of the tenant after a position."""
         while True:
             events = await self._after(after, limit)
             if events is None:
                 raise HistoryLost("the history does not reach back to the event id")
-            found = [each for each in events if each.channel in channels and _is_of(each, tenant)]
+            found = [
+                each
+                for each in events
+                if (channels is None or each.channel in channels) and _is_of(each, tenant)
+            ]
             if found or not events:
                 return found
             after = events[-1].position
