@@ -259,7 +259,7 @@ async def random_faults(sim: Sim) -> tuple[int, ...]:
 
 
 def test_invariants_hold_under_random_faults() -> None:
-    report = simulate(random_faults, scaled(2000, least=4))
+    report = simulate(random_faults, scaled(1000, least=4))
     assert report.distinct == report.schedules
 
 
@@ -395,4 +395,4 @@ MUTANTS = [
     ),
 )
 def test_mutants_are_caught(planted: Mutant) -> None:
-    assert_caught(random_faults, planted, within=300, clean=1)
+    assert_caught(random_faults, planted, within=300, clean=0)
