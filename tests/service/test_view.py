@@ -9,7 +9,7 @@ import pytest
 import moored
 from moored.kernel import Chart, Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
 from moored.service._health import PartHealth
-from moored.service._view import RECENT, View, find_component, grafted
+from moored.service._view import RECENT, View, grafted
 
 pytestmark = pytest.mark.pure
 
@@ -28,8 +28,14 @@ pytestmark = pytest.mark.pure
     ],
 )
 def test_a_component_is_found_by_the_end_of_its_path(wanted: str, found: list[str]) -> None:
-    known = ("app", "app/db", "app/db/watch", "app/mq", "app/mq/watch")
-    assert find_component(wanted, known) == found
+    def node(name: str, *children: Tree) -> Tree:
+        return Tree(name, "running", 0.0, children=children)
+
+    root = node("app", node("db", node("watch")), node("mq", node("watch")))
+    health = PartHealth({"db": ("up",)})
+    monitor = StatusMonitor(["up"], health.status)
+    view = View(lambda: root, monitor, health, Recorder(), Clock.system())
+    assert view.find(wanted) == found
 
 
 async def test_the_whole_state_is_plain_data() -> None:

@@ -269,16 +269,12 @@ class Config:
 
     def _contradictions(self) -> Iterator[str]:
         named = {knob.name: knob for knob in knobs()}
-        if self.replication_url is not None and self.is_embedded:
-            yield (
-                f"{self._label(named['replication_url'])}: it requires a database URL: "
-                f"set {named['database_url'].variable}"
-            )
-        if self.notify_url and self.is_embedded:
-            yield (
-                f"{self._label(named['notify_url'])}: it requires a database URL: "
-                f"set {named['database_url'].variable}"
-            )
+        for name in ("replication_url", "notify_url"):
+            if getattr(self, name) and self.is_embedded:
+                yield (
+                    f"{self._label(named[name])}: it requires a database URL: "
+                    f"set {named['database_url'].variable}"
+                )
         if self.broker_channels and self.broker_keys is None and self.broker_jwt_key is None:
             yield (
                 f"{self._label(named['broker_channels'])}: subscribers need tokens: set "

@@ -19,12 +19,11 @@ HTTP: Mapping[str, int] = {health.value: health.http for health in Health}
 WORKING: tuple[Status, ...] = ("active", "sleeping", "waiting")
 #: The states of a service that should get requests: `/v1/health?ready` returns 200.
 READY_STATES: tuple[Status, ...] = (*WORKING, "degraded")
-_ORDER: tuple[Status, ...] = ("active", "sleeping", "degraded", "waiting", "starting", "failed")
 
 
 def worst(states: Iterable[Status]) -> Status:
     """Return the worst of these states; "active" if there are none."""
-    return max(states, key=_ORDER.index, default="active")
+    return max(states, key=list(HTTP).index, default="active")
 
 
 class PartHealth:

@@ -54,7 +54,8 @@ class Logs:
     def say(self, text: str) -> None:
         """Print a notice for the person who started the service, at any log level."""
         if self._as_json:
-            self._handler.handle(_notice(text))
+            record = logging.LogRecord("moored", logging.INFO, "", 0, text, None, None)
+            self._handler.handle(record)
             return
         try:
             print(f"moored: {SECRETS.hide(text)}", file=self._stream, flush=True)
@@ -93,10 +94,6 @@ class _Handler(logging.StreamHandler[TextIO]):
         """Print no traceback for each line after the reader has closed the stream."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handleError(record)
-
-
-def _notice(text: str) -> logging.LogRecord:
-    return logging.LogRecord("moored", logging.INFO, "", 0, text, None, None)
 
 
 def _is_not_cancelled_request(record: logging.LogRecord) -> bool:

@@ -119,11 +119,7 @@ def secret(value: object) -> str:
 
 def host_names(value: object) -> tuple[str, ...]:
     """Parse the names that a Host header may contain: a list, or a str with commas."""
-    if isinstance(value, str):
-        value = [part for part in value.split(",") if part.strip()]
-    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise ValueError(f"{value!r} is not a list of names: separate them by commas")
-    return tuple(host(name).lower() for name in value)
+    return tuple(host(name).lower() for name in names(value))
 
 
 def names(value: object) -> tuple[str, ...]:

@@ -25,21 +25,12 @@ from moored.kernel import (
 from ._health import READY_STATES, WORKING, PartHealth, Status, worst
 from ._part import System
 
-__all__ = ["View", "find_component", "grafted"]
+__all__ = ["View", "grafted"]
 
 log = logging.getLogger("moored.service")
 
 #: Events in a full state, which is sent at every change.
 RECENT = 50
-
-
-def find_component(wanted: str, known: Iterable[str]) -> list[str]:
-    """Return the component with this path, or else those whose path ends with it."""
-    names = sorted(set(known))
-    wanted = wanted.strip("/")
-    if wanted in names:
-        return [wanted]
-    return [name for name in names if name.endswith(f"/{wanted}")]
 
 
 def grafted(tree: Tree, others: Mapping[str, Tree], path: str = "") -> Tree:
@@ -159,8 +150,10 @@ class View:
     def find(self, wanted: str) -> list[str]:
         """Return the component with this path or name, or else those whose path ends with it."""
         wanted = wanted.strip("/")
-        exact = wanted in self.recorder.components() or wanted in map(_part_of, self.systems)
-        return [wanted] if exact else find_component(wanted, self.components())
+        known = self.components()
+        if wanted in (*known, *self.recorder.components(), *map(_part_of, self.systems)):
+            return [wanted]
+        return [name for name in known if name.endswith(f"/{wanted}")]
 
     def explain(self, component: str) -> dict[str, Any]:
         """Return why a component is in its present state, as text and as events."""
