@@ -191,9 +191,9 @@ class ReplicationClient:
                 if place < len(batch) and batch[place][0] == KEEPALIVE:
                     await self._keepalive(batch[place], inside=assembler.inside)
                     place += 1
-            if hub.full:
+            if hub.pressure.full:
                 self._paused = True
-                await hub.room()
+                await hub.pressure.room()
                 self._paused = False
                 self._note_arrival()  # the pause was ours: the server was not silent
             else:
