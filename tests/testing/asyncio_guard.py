@@ -35,7 +35,6 @@ def check_the_loop() -> None:
     assert isinstance(loop._ready, collections.deque)
     assert loop._thread_id is None
     assert loop._stopping is False
-    assert loop._task_factory is None
     assert callable(loop._check_closed)
     handle = loop.call_soon(len, "")
     assert loop._ready[-1] is handle

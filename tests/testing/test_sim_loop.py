@@ -411,31 +411,14 @@ def test_a_task_that_ignores_cancellation_is_reported_as_abandoned() -> None:
     assert outcome.abandoned == ("stubborn",)
 
 
-def test_tasks_of_a_custom_factory_are_cancelled_at_the_end() -> None:
-    ended: list[str] = []
-
-    async def scenario(sim: Sim) -> None:
-        async def work() -> None:
-            try:
-                await asyncio.sleep(100)
-            finally:
-                ended.append("ended")
-
-        sim.loop.set_task_factory(lambda loop, coro, **options: asyncio.Task(coro, loop=loop))
-        sim.kept = task = asyncio.create_task(work())  # type: ignore[attr-defined]
-        assert type(task) is asyncio.Task, "the factory made it"
-        await asyncio.sleep(1)
-
-    assert run_one(scenario, 1, check=False).ok
-    assert ended == ["ended"]
-
-
 def test_threads_processes_and_real_sockets_are_refused_with_the_reason() -> None:
     async def scenario(sim: Sim) -> None:
         with pytest.raises(Unsimulated, match="run_in_executor cannot be simulated: threads"):
             await asyncio.to_thread(print)
         with pytest.raises(Unsimulated, match="starts no processes"):
             await asyncio.create_subprocess_exec("true", stdout=subprocess.DEVNULL)
+        with pytest.raises(Unsimulated, match="set_task_factory cannot be simulated: the seed"):
+            sim.loop.set_task_factory(None)
         with pytest.raises(Unsimulated, match="TCP only"):
             await sim.loop.create_datagram_endpoint(asyncio.DatagramProtocol)
         with pytest.raises(Unsimulated, match="TLS uses random numbers"):

@@ -73,7 +73,6 @@ class SimLoop(LoopIO, asyncio.BaseEventLoop):
     _check_closed: Callable[[], None]
     _ready: deque[asyncio.Handle]
     _stopping: bool
-    _task_factory: Any
     _thread_id: int | None
 
     def __init__(
@@ -169,8 +168,6 @@ class SimLoop(LoopIO, asyncio.BaseEventLoop):
         **options: Any,
     ) -> Any:
         """Create a task with a serial number, which is also its default name."""
-        if self._task_factory is not None:
-            return super().create_task(coro, name=name, context=context, **options)
         self._check_closed()
         serial = self.number()
         process = CURRENT.get(None) if context is None else context.get(CURRENT)

@@ -18,6 +18,7 @@ _PROCESSES = "a simulation starts no processes; use a simulated host, sim.host(n
 _SOCKETS = "a simulation has no real sockets; use create_connection and create_server, or streams"
 _DATAGRAMS = "the simulated network carries TCP only"
 _TLS = "TLS uses random numbers of its own; simulate a connection without it"
+_TASKS = "the seed decides the order of tasks, so the loop makes them itself"
 _SIGNALS = "a simulation receives no signals; call the handler with sim.at(time, handler)"
 
 # With any of these, two runs of a seed could differ.
@@ -31,6 +32,7 @@ _REFUSED = {
     ),
     _DATAGRAMS: "create_datagram_endpoint",
     _TLS: "start_tls",
+    _TASKS: "set_task_factory",
     _SIGNALS: "add_signal_handler remove_signal_handler",
 }
 _REASONS = {name: reason for reason, names in _REFUSED.items() for name in names.split()} | {

@@ -39,9 +39,6 @@ class Mutant(ContextDecorator):
     _planted: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self._check()
-
-    def _check(self) -> None:
         original = inspect.getattr_static(self.owner, self.attribute, _ABSENT)
         if original is _ABSENT:
             raise MutantRejected(
@@ -57,7 +54,6 @@ class Mutant(ContextDecorator):
     def __enter__(self) -> Mutant:
         if self._planted:
             raise MutantRejected(f"mutant {self.name!r} is planted already")
-        self._check()
         # From vars(): getattr() would return a static or class method without its descriptor.
         self._before = vars(self.owner).get(self.attribute, _ABSENT)
         setattr(self.owner, self.attribute, self.replacement)

@@ -76,20 +76,11 @@ class Teardown:
         loop.time_limit = float("inf")
         for host in loop.network.hosts():
             host.process.resume()
-        self._cancel_foreign_tasks()
         for _ in range(_ROUNDS):
             tasks = [task for task in loop.tasks() if self._may_end(task)]
             if not tasks and not loop.network.busy:
                 break
             self._cancel_and_wait(tasks)
-
-    def _cancel_foreign_tasks(self) -> None:
-        """Cancel the tasks of a custom task factory."""
-        tasks = [task for task in asyncio.all_tasks(self._loop) if not isinstance(task, SimTask)]
-        for task in sorted(tasks, key=lambda task: task.get_name()):
-            task.cancel()
-        if tasks:
-            self._run_unless_stuck(_wait_for(tasks))
 
     def _may_end(self, task: SimTask) -> bool:
         killed = task.process is not None and not task.process.alive
@@ -132,7 +123,7 @@ class Teardown:
         del self._unraisable[unraisable:]
 
 
-async def _wait_for(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _wait_for(tasks: Sequence[SimTask]) -> None:
     if tasks:
         await asyncio.wait(tasks, timeout=_GRACE)
 
