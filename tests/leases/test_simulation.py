@@ -106,6 +106,6 @@ MUTANTS = [
     ),
 )
 def test_planted_defects_are_detected(planted: Mutant) -> None:
-    caught = assert_caught(faulty_cluster, planted, within=400, clean=1)
+    caught = assert_caught(faulty_cluster, planted, within=400, clean=0)
     # The model of the store fails in a callback, whose exception is not awaited.
     assert isinstance(caught.error, AssertionError | Unretrieved), caught

@@ -73,5 +73,5 @@ MUTANTS = [
     planted_defects(MUTANTS, "an id in doubt used again", "local leases never exchanged"),
 )
 def test_planted_defects_are_detected(planted: Mutant) -> None:
-    caught = assert_caught(cluster_that_goes_on, planted, within=400, clean=1)
+    caught = assert_caught(cluster_that_goes_on, planted, within=400, clean=0)
     assert isinstance(caught.error, AssertionError | Unretrieved), caught

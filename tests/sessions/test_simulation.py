@@ -682,7 +682,7 @@ LATE_MUTANTS = [
     ids=lambda each: getattr(each, "name", ""),
 )
 def test_mutants_are_caught(scenario: Any, planted: Mutant) -> None:
-    assert_caught(scenario, planted, within=200, clean=1)
+    assert_caught(scenario, planted, within=200, clean=0)
 
 
 def test_session_does_not_reconnect_after_a_final_close() -> None:
