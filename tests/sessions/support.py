@@ -21,7 +21,7 @@ async def until(condition: Callable[[], object], limit: float = LIMIT) -> None:
     async with asyncio.timeout(limit):
         while not condition():  # (a real server does not notify the test)
             await asyncio.sleep(pause)
-            pause = min(1.2 * pause, 0.02)
+            pause = min(1.2 * pause, 0.01)
 
 
 class BrokenDialogue(DemoDialogue):

@@ -141,11 +141,9 @@ async def test_send_that_is_not_confirmed_in_time_is_unknown(
     assert await alice.send("bob", b"next")
 
 
-async def test_duplicate_and_partial_acks_change_nothing(
-    sessions: Sessions, server: DemoServer
-) -> None:
+async def test_duplicate_acks_change_nothing(sessions: Sessions, server: DemoServer) -> None:
     alice = await sessions.connect("alice", Demo(server))
-    server.duplicate_acks = server.partial_acks = True
+    server.duplicate_acks = True
     outcomes = [await alice.send("bob", b"", id=str(number)) for number in range(5)]
     assert outcomes == [Acked(str(number)) for number in range(5)]
     assert len(server.received) == 5
@@ -173,7 +171,7 @@ async def test_send_window_of_the_server_is_respected(sessions: Sessions) -> Non
 
 async def test_duplicate_ack_frees_one_place_in_the_window(sessions: Sessions) -> None:
     server = DemoServer(window=2)
-    server.partial_acks = server.duplicate_acks = True
+    server.duplicate_acks = True
     alice = await sessions.connect("alice", Demo(server))
     await asyncio.gather(*(alice.send("bob", b"") for _ in range(5)))
     server.drop_acks = float("inf")

@@ -333,10 +333,8 @@ class World:
                 server.cut()
             elif what == 2:
                 server.drop_acks = chance.randint(1, 5)
-            elif what == 3:
+            elif what in (3, 4):
                 server.duplicate_acks = not server.duplicate_acks
-            elif what == 4:
-                server.partial_acks = not server.partial_acks
             elif what == 5:
                 server.delay = chance.choice([0.0, 0.05, 1.0])
             elif what == 6:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.sessions.support import until
 
-from moored.sessions import Outgoing, Sessions, Unknown
+from moored.sessions import Incoming, Outgoing, Sessions, Unknown
 from moored.testing.demo import Demo, DemoServer
 
 #: More than the timers of any loop are early, in seconds.
@@ -55,8 +55,12 @@ async def test_session_reconnects_after_its_pause(sessions: Sessions, server: De
 
 
 async def test_silent_server_is_detected(sessions: Sessions, server: DemoServer) -> None:
-    alice = await sessions.connect("alice", Demo(server, keepalive=0.05, patience=0.05))
+    def hear_again(event: Incoming) -> None:
+        if "no answer to a ping" in getattr(event.data, "reason", ""):
+            server.deaf = False
+
+    protocol = Demo(server, keepalive=0.05, patience=0.05)
+    alice = await sessions.connect("alice", protocol, on_event=hear_again)
     server.deaf = True
-    await until(lambda: "no answer to a ping" in alice.status()["reason"])
-    server.deaf = False
+    await until(lambda: not server.deaf)
     await alice.online(30)
