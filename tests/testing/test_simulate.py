@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import subprocess
@@ -195,6 +196,26 @@ def test_a_worker_that_dies_is_reported() -> None:
 
     with pytest.raises(SimulationError, match="a worker died"):
         simulate(scenario, 100, processes=2)
+
+
+def test_garbage_of_this_process_is_not_finalized_in_a_worker(tmp_path: Path) -> None:
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            (tmp_path / str(os.getpid())).touch()
+
+    async def scenario(sim: Sim) -> None:
+        gc.collect()
+
+    gc.disable()
+    try:
+        Garbage()
+        assert simulate(scenario, 32, processes=2).processes == 2
+    finally:
+        gc.enable()
+    assert [each.name for each in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 async def test_a_simulation_inside_a_running_loop_is_refused() -> None:

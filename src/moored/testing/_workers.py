@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import traceback
 import warnings
@@ -70,6 +71,8 @@ def run_forked(
     # Inherited by the fork, and not sent: a scenario may be any function.
     inherited = (lowest, scenario, seeds, options)
     results = SeedResults()
+    # A finalizer may wait for a thread of this process, which a worker does not have.
+    gc.collect()
     with (
         warnings.catch_warnings(),
         ProcessPoolExecutor(count, context, _inherit, inherited) as workers,
