@@ -11,6 +11,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,18 @@ NOBODY = 65534
 OTHER = "daemon"  # the second user that every system has
 
 
+@contextmanager
+def directory_for_all() -> Iterator[Path]:
+    """Make a directory that every user may enter, unlike root's tmp_path."""
+    with tempfile.TemporaryDirectory(prefix="moored-test-") as made:
+        Path(made).chmod(0o755)
+        yield Path(made)
+
+
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A directory that every user may enter, unlike root's tmp_path."""
-    place = Path(tempfile.mkdtemp(prefix="moored-test-"))
-    place.chmod(0o755)
-    yield place
-    shutil.rmtree(place)
+    with directory_for_all() as made:
+        yield made
 
 
 @pytest.fixture
@@ -45,18 +51,19 @@ def cache(outside: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-@pytest.fixture
-def closed(outside: Path) -> Path:
+@pytest.fixture(scope="module")
+def closed() -> Iterator[Path]:
     """A site-packages with the wheel's newest server, in a directory that only root may enter."""
     wheel = Binaries.from_wheel().prefix
-    site = outside / "closed" / "site-packages"
-    site.parent.mkdir(mode=0o700)
-    shutil.copytree(wheel, site / wheel.parent.name / wheel.name)
-    libraries = wheel.parent.with_name(wheel.parent.name + ".libs")
-    if libraries.is_dir():
-        shutil.copytree(libraries, site / libraries.name)
-    (site / wheel.parent.name / "__init__.py").write_text("raise ImportError('not to be used')")
-    return site
+    with directory_for_all() as made:
+        site = made / "closed" / "site-packages"
+        site.parent.mkdir(mode=0o700)
+        shutil.copytree(wheel, site / wheel.parent.name / wheel.name)
+        libraries = wheel.parent.with_name(wheel.parent.name + ".libs")
+        if libraries.is_dir():
+            shutil.copytree(libraries, site / libraries.name)
+        (site / wheel.parent.name / "__init__.py").write_text("raise ImportError('not to be used')")
+        yield site
 
 
 def bin_dir(site: Path) -> Path:
