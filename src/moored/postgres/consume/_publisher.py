@@ -93,10 +93,10 @@ class Publisher:
         self, conn: Connection, consumers: Consumers
     ) -> tuple[Found, set[str]]:
         """Publish tables; return all tables as they are afterwards, and the locked ones."""
-        query = {"publication": self._publication, "slot": self._slot}
-        for (missing,) in await _admin.rows(conn, MISSING, **query):
-            raise StreamEnded(f"the {missing} does not exist")
+        await self._check_existence(conn)
         found = await self._query_tables(conn, consumers)
+        # The tables of a publication that was dropped meanwhile must not be refused as unpublished.
+        await self._check_existence(conn)
         if self._removes and (unused := self._hub.unused(found.values())):
             await self._remove(conn, unused)
         unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
@@ -104,6 +104,11 @@ class Publisher:
             confirmed, busy = await self._publish(conn, unconfirmed)
             found = await self._query_tables(conn, consumers) | confirmed
         return found, busy
+
+    async def _check_existence(self, conn: Connection) -> None:
+        query = {"publication": self._publication, "slot": self._slot}
+        for (missing,) in await _admin.rows(conn, MISSING, **query):
+            raise StreamEnded(f"the {missing} does not exist")
 
     async def _query_tables(self, conn: Connection, consumers: Consumers) -> Found:
         tables = [changes.tables for changes in _alive(consumers)]
