@@ -304,14 +304,14 @@ async def test_a_full_consumer_is_reported(tmp_path: Path) -> None:
     apply(hub, 1100, 1200, 1300)
     for _ in range(3):
         await following(quick)
-    assert hub.pressure.full
+    assert hub.full
     found = hub.consumers()
     assert (found["dead"]["queued"], found["dead"]["full"]) == (3, True)
     assert (found["quick"]["queued"], found["quick"]["full"]) == (0, False)
     assert found["dead"]["queued_bytes"] == 0  # there is nothing in them
     del dead
     assert not hub.pressure.stalled
-    await asyncio.wait_for(hub.pressure.room(), LIMIT)
+    await asyncio.wait_for(hub.room(), LIMIT)
     store.close()
 
 

@@ -276,7 +276,7 @@ async def test_a_reset_while_the_queue_is_full_resumes_reading(
 
 
 async def full(pg: Postgres) -> bool:
-    return pg._hub.pressure.full
+    return pg._hub.full
 
 
 async def was_reset(pg: Postgres, name: str) -> bool:

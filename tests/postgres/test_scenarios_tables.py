@@ -248,7 +248,7 @@ async def test_transactions_from_before_a_reset_are_not_delivered_after_it(
         await run(sql, "insert into orders values (1, 'x')")
 
         async def paused() -> bool:
-            return pg._hub.pressure.full
+            return pg._hub.full
 
         await until(paused)
         await run(

@@ -573,6 +573,17 @@ class Hub:
             }
         await self.keep_followed({name: dump(each.followed) for name, each in self._known.items()})
 
+    # -- back-pressure -------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """Whether reading is paused."""
+        return self.pressure.full
+
+    async def room(self) -> None:
+        """Wait until no queue is full."""
+        await self.pressure.room()
+
     # -- state ---------------------------------------------------------------------------------
 
     def end(self, error: BaseException | None) -> None:

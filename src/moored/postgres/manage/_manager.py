@@ -267,7 +267,7 @@ class Manager:
 
     def _paused(self) -> None:
         """Report a consumer that has stopped all others for too long, and when reading resumes."""
-        if self._hub.pressure.full:
+        if self._hub.full:
             at = self._clock.monotonic() + _backpressure.STALLED_AFTER
             self._timers.set("stalled", at, self._stalled)
         elif "stalled" in self._timers:

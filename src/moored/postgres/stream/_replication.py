@@ -191,9 +191,9 @@ class ReplicationClient:
                 if place < len(batch) and batch[place][0] == KEEPALIVE:
                     await self._keepalive(batch[place], inside=assembler.inside)
                     place += 1
-            if hub.pressure.full:
+            if hub.full:
                 self._paused = True
-                await hub.pressure.room()
+                await hub.room()
                 self._paused = False
                 self._note_arrival()  # the pause was ours: the server was not silent
             else:
