@@ -8,12 +8,14 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
 from moored.rpc._config import ConnectionConfig
 from moored.rpc._dial import make_aio_channel, make_channel, ready
+from moored.rpc._generations import Generations
 from moored.rpc._handler import Handler
 from moored.rpc._handler_async import AsyncHandler
 from moored.rpc._live_channel import LiveChannel
@@ -38,8 +40,11 @@ __all__ = [
     "loss_noticed_async",
     "new_aio_live",
     "new_live",
+    "opened",
     "own_threads",
 ]
+
+H = TypeVar("H", bound=Generations)
 
 (ECHO, SLEEP, FAIL, METADATA, LIMIT, PID, COUNT, ENDLESS, COLLECT, CHAT, MEET, MOST, ACCEPT) = (
     f"/test.Echo/{name}"
@@ -116,3 +121,12 @@ def _fail_again(channel: Handler | AsyncHandler, generation: int) -> None:
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
     assert channel._on_rpc_error is not None
     channel._on_rpc_error(error, generation)
+
+
+def opened(handler: H, live: LiveChannel | None = None, **callbacks: Any) -> H:
+    """Give a handler the callbacks and the first generation that it gets from a manager."""
+    for name, callback in callbacks.items():
+        setattr(handler, f"_{name}", callback)
+    if live is not None:
+        handler._swap(live)
+    return handler

@@ -20,6 +20,7 @@ import pytest
 from moored.rpc._dial import TokenCredentials
 from moored.rpc._errors import ConfigError, ConnectFailed, ManagerClosed
 from moored.rpc._handler import Handler
+from moored.rpc._live_channel import LiveChannel
 from moored.testing import scaled
 
 from .handlers import (
@@ -36,6 +37,7 @@ from .handlers import (
     descriptors,
     eventually,
     new_live,
+    opened,
 )
 from .servers import EchoServer, make_stubs
 
@@ -47,8 +49,9 @@ def make() -> Iterator[Make]:
     """Handlers that are closed at the end."""
     made: list[Handler] = []
 
-    def make(*given: Any, **named: Any) -> Handler:
-        made.append(Handler(*given, **named))
+    def make(live: LiveChannel | None = None, **named: Any) -> Handler:
+        callbacks = {name: named.pop(name) for name in [*named] if name.startswith("on_")}
+        made.append(opened(Handler(**named), live, **callbacks))
         return made[-1]
 
     yield make

@@ -36,6 +36,7 @@ from .handlers import (
     SLEEP,
     descriptors,
     new_aio_live,
+    opened,
 )
 from .servers import EchoServer, make_stubs
 
@@ -50,8 +51,9 @@ async def make() -> AsyncIterator[Make]:
     """Handlers that are closed at the end."""
     made: list[AsyncHandler] = []
 
-    def make(*given: Any, **named: Any) -> AsyncHandler:
-        made.append(AsyncHandler(*given, **named))
+    def make(live: LiveChannel | None = None, **named: Any) -> AsyncHandler:
+        callbacks = {name: named.pop(name) for name in [*named] if name.startswith("on_")}
+        made.append(opened(AsyncHandler(**named), live, **callbacks))
         return made[-1]
 
     yield make

@@ -14,6 +14,8 @@ from moored.rpc._handler import Handler
 from moored.rpc._handler_async import AsyncHandler
 from moored.rpc._live_channel import LiveChannel
 
+from .handlers import opened
+
 
 class Channel:
     """A connected channel that counts how often it is closed."""
@@ -64,7 +66,7 @@ class Lost(Channel):
 def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_is_up() -> None:
     for channels, closed in (([Channel(), Lost()], 0), ([Lost(), Lost()], 1)):
         timers, pool = ManualTimers(), ChannelPool(channels)
-        handler = Handler(busy(pool), grace=1.0, later=timers.later)
+        handler = opened(Handler(grace=1.0, later=timers.later), busy(pool))
         handler._swap(LiveChannel(2, Channel(), "north:1"))
         timers.fire(0)
         for act in [act for delay, act in timers.set if not delay]:
@@ -75,7 +77,7 @@ def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_is_up() -> N
 def retired() -> tuple[Handler, LiveChannel, ManualTimers]:
     """Return a handler whose first generation was replaced by one to the same server."""
     timers, live = ManualTimers(), busy(Channel())
-    handler = Handler(live, grace=1.0, later=timers.later)
+    handler = opened(Handler(grace=1.0, later=timers.later), live)
     handler._swap(LiveChannel(2, Channel(), "north:1"))
     return handler, live, timers
 
@@ -115,7 +117,7 @@ def test_call_that_ends_in_a_forked_child_closes_no_inherited_channel() -> None:
 
 def test_handler_with_a_call_in_flight_does_not_sleep() -> None:
     live = busy(Channel())
-    handler = Handler(live)
+    handler = opened(Handler(), live)
     assert handler._detach(Generation()) is None
     assert handler._is_open
     live.leave()
@@ -128,7 +130,7 @@ def test_handler_with_a_call_in_flight_does_not_sleep() -> None:
 async def retired_async() -> tuple[AsyncHandler, LiveChannel]:
     """See `retired`."""
     live = busy(AioChannel())
-    handler = AsyncHandler(live, grace=30.0)
+    handler = opened(AsyncHandler(grace=30.0), live)
     handler._swap(LiveChannel(2, AioChannel(), "north:1"))
     return handler, live
 
@@ -155,7 +157,7 @@ async def test_grace_that_ends_during_the_close_closes_the_channel_once_async() 
 
 async def test_handler_with_a_call_in_flight_does_not_sleep_async() -> None:
     live = busy(AioChannel())
-    handler = AsyncHandler(live)
+    handler = opened(AsyncHandler(), live)
     assert handler._detach(Generation()) is None
     assert handler._is_open
     live.leave()

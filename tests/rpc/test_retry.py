@@ -29,7 +29,7 @@ from moored.rpc.calls._retry import (
     retry_on_rpc_failure,
 )
 
-from .handlers import ECHO, FAIL, LIMIT, new_aio_live, new_live
+from .handlers import ECHO, FAIL, LIMIT, new_aio_live, new_live, opened
 from .servers import EchoServer
 
 UNAVAILABLE, ABORTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
@@ -232,7 +232,7 @@ async def test_failed_recovery_does_not_end_the_retries(
 
 
 def test_each_try_gets_the_remaining_time(echo: EchoServer) -> None:
-    handler = Handler(new_live(echo.uri))
+    handler = opened(Handler(), new_live(echo.uri))
     given: list[float] = []
 
     @retry_on_rpc_failure(handler=handler, codes=[ABORTED], initial_backoff=0.05)
@@ -252,7 +252,7 @@ def test_each_try_gets_the_remaining_time(echo: EchoServer) -> None:
 
 
 def test_number_of_tries_is_limited_without_a_timeout(echo: EchoServer) -> None:
-    handler = Handler(new_live(echo.uri))
+    handler = opened(Handler(), new_live(echo.uri))
     client = Client(handler)
     with pytest.raises(grpc.RpcError) as raised:
         client.fail("UNAVAILABLE")
@@ -265,7 +265,7 @@ def test_number_of_tries_is_limited_without_a_timeout(echo: EchoServer) -> None:
 async def test_number_of_tries_is_limited_without_a_timeout_for_asyncio(
     echo: EchoServer,
 ) -> None:
-    async with AsyncHandler(await new_aio_live(echo.uri)) as handler:
+    async with opened(AsyncHandler(), await new_aio_live(echo.uri)) as handler:
         client = AsyncClient(handler)
         with pytest.raises(grpc.aio.AioRpcError):
             await client.fail("UNAVAILABLE")
@@ -284,7 +284,7 @@ async def test_number_of_tries_is_limited_without_a_timeout_for_asyncio(
     "code", [code.name for code in grpc.StatusCode if code.name not in ("OK", "UNAVAILABLE")]
 )
 def test_codes_other_than_unavailable_are_not_retried(echo: EchoServer, code: str) -> None:
-    with Handler(new_live(echo.uri)) as handler:
+    with opened(Handler(), new_live(echo.uri)) as handler:
         client = Client(handler)
         with pytest.raises(grpc.RpcError) as raised:
             client.fail(code, timeout=30)
@@ -294,7 +294,7 @@ def test_codes_other_than_unavailable_are_not_retried(echo: EchoServer, code: st
 
 def test_interceptor_retries_only_unavailable(echo: EchoServer) -> None:
     reported: list[grpc.StatusCode] = []
-    with Handler(new_live(echo.uri)) as handler:
+    with opened(Handler(), new_live(echo.uri)) as handler:
         handler._on_rpc_error = lambda error, number: reported.append(error.code())
         ask = grpc.intercept_channel(handler, RetryInterceptor(handler)).unary_unary(FAIL)
         with pytest.raises(grpc.RpcError):
@@ -304,7 +304,7 @@ def test_interceptor_retries_only_unavailable(echo: EchoServer) -> None:
 
 async def test_interceptor_for_asyncio_retries_only_unavailable(echo: EchoServer) -> None:
     reported: list[grpc.StatusCode] = []
-    async with AsyncHandler(await new_aio_live(echo.uri)) as handler:
+    async with opened(AsyncHandler(), await new_aio_live(echo.uri)) as handler:
         handler._on_rpc_error = lambda error, number: reported.append(error.code())
         ask = intercept_aio_channel(handler, AsyncRetryInterceptor(handler)).unary_unary(FAIL)
         with pytest.raises(grpc.aio.AioRpcError):
@@ -326,7 +326,7 @@ def test_other_exceptions_are_not_retried() -> None:
 
 
 def test_new_connection_ends_the_pause(echo: EchoServer) -> None:
-    handler = Handler(new_live(echo.uri))
+    handler = opened(Handler(), new_live(echo.uri))
     failed = threading.Event()
     tries: list[None] = []
 
@@ -384,7 +384,7 @@ async def test_interceptors_for_asyncio_are_applied_in_order(echo: EchoServer) -
         async def intercept_unary_unary(self, go_on: Any, details: Any, request: Any) -> Any:
             return b"an answer"
 
-    async with AsyncHandler(await new_aio_live(echo.uri)) as handler:
+    async with opened(AsyncHandler(), await new_aio_live(echo.uri)) as handler:
         streams = Streams()
         channel = intercept_aio_channel(handler, Marked(b"1"), streams, Marked(b"2"))
         ask = channel.unary_unary(ECHO)

@@ -214,21 +214,13 @@ def _address(parts: SplitResult, uri: str, default_port: int) -> str:
 def _port(parts: SplitResult, text: str, uri: str, default_port: int) -> int:
     if not text:
         return TLS_PORT if parts.scheme == "https" else default_port
-    if not _is_number(text):
+    port = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
+    if not 0 < port < 65536:
         raise ConfigError(
             f"the port of {redacted(uri)!r} is wrong: it is a number from 1 to 65535; if it is a "
             "password, a host must follow, as in http://user:password@host"
         )
-    if not 0 < int(text) < 65536:
-        raise ConfigError(
-            f"the port {text} of {redacted(uri)!r} is wrong: it is a number from 1 to 65535"
-        )
-    return int(text)
-
-
-def _is_number(text: str) -> bool:
-    """Whether the text looks like a port; otherwise it may be a password without a host."""
-    return text.isascii() and text.isdigit() and len(text) < 6
+    return port
 
 
 def sendable(token: str) -> str:
@@ -258,16 +250,14 @@ def _check_options(options: Mapping[str, Any]) -> None:
 def _check_channel_options(given: Any) -> None:
     """Check the types here: gRPC would fail when it connects, without naming the option."""
     for entry in given.items() if isinstance(given, Mapping) else given:
-        if not isinstance(entry, (tuple, list)) or len(entry) != 2:
-            raise ConfigError(
-                "the option channel_options must have pairs of a name and a value, as in "
-                f"[('grpc.keepalive_time_ms', 10000)], not {type(entry).__name__}"
-            )
-        name, value = entry
-        if not isinstance(name, str):
-            raise ConfigError(
-                f"a name in the option channel_options must be a str, not {type(name).__name__}"
-            )
+        match entry:
+            case [str() as name, value]:
+                pass
+            case _:
+                raise ConfigError(
+                    "the option channel_options must have pairs of a name and a value, as in "
+                    f"[('grpc.keepalive_time_ms', 10000)], not {type(entry).__name__}"
+                )
         if not isinstance(value, (int, str, bytes)):
             raise ConfigError(
                 f"{name!r} in the option channel_options must be int, str or bytes, "

@@ -54,24 +54,17 @@ class Generations:
 
     def __init__(
         self,
-        live: LiveChannel | None = None,
         *,
         address: str = "",
         credentials: CredentialProvider | None = None,
         wait_limit: float = WAIT_LIMIT,
         grace: float = GRACE,
-        on_rpc_error: Callable[[grpc.RpcError, int], object] | None = None,
-        on_waiting: Callable[[int], object] | None = None,
-        on_close: Callable[[], Any] | None = None,
         now: Callable[[], float] = monotonic,
     ) -> None:
         self._live: LiveChannel | None = None
         self._now = now
         self._used_at = now()
         self._credentials = credentials
-        self._on_rpc_error = on_rpc_error
-        self._on_waiting = on_waiting
-        self._on_close = on_close
         self._address = address
         self._wait_limit = wait_limit
         self._grace = grace
@@ -87,7 +80,13 @@ class Generations:
         self._asleep: Generation | None = None
         #: The key of a dedicated connection while the handler is asleep.
         self._own_key: str | None = None
-        # Callbacks of the manager: for a call that was not sent, and to refresh the credentials.
+        # Callbacks of the manager, which must not block: for the error of a call and its
+        # generation; for +1 and -1 as calls begin and stop to wait; for `close()`, in place of
+        # closing, because the handler may be shared; for a call that was not sent; and to refresh
+        # the credentials.
+        self._on_rpc_error: Callable[[grpc.RpcError, int], object] | None = None
+        self._on_waiting: Callable[[int], object] | None = None
+        self._on_close: Callable[[], Any] | None = None
         self._on_unsent: Callable[[BaseException], object] | None = None
         self._on_refused: Callable[[], object] | None = None
         #: Whether the topology still wants calls at an address; set by the manager.
@@ -97,8 +96,6 @@ class Generations:
         self._credential = 0
         #: Replaced generations, each with the function that cancels its grace timer.
         self._retiring: dict[LiveChannel, Callable[[], object]] = {}
-        if live is not None:
-            self._swap(live)
 
     # -- implemented by the two shells ---------------------------------------------------------
 

@@ -63,27 +63,17 @@ def call_later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
 class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
     """A channel over the current connection of a manager.
 
-    :param live: the first generation; without it, calls wait.
     :param credentials: adds to the metadata of each call.
     :param wait_limit: how long a call without a timeout waits for a connection.
     :param grace: how long the calls of a replaced generation may still take, unless its connection
         is alive and leads to a server that is still wanted.
-    :param on_rpc_error: called with the error of a call and its generation; it must not block.
-    :param on_waiting: called with +1 and -1 as calls begin and stop to wait; it must not block.
-    :param on_close: called by `close()`, in place of closing: the handler may be shared.
     :param later: calls a function after a delay, in another thread.
     :param now: the manager's clock; timeouts of calls use the system's.
     """
 
     _unsent_error = CallUnsent
 
-    def __init__(
-        self,
-        live: LiveChannel | None = None,
-        *,
-        later: Later = call_later,
-        **options: Any,
-    ) -> None:
+    def __init__(self, *, later: Later = call_later, **options: Any) -> None:
         # Reentrant: the garbage collector may end a call anywhere.
         self._lock = self._changed = threading.Condition(threading.RLock())
         self._later = later
@@ -93,7 +83,7 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         self._subscribers: list[Connectivity] = []
         #: Futures and streams without a generation yet.
         self._pending: list[PendingCall] = []
-        super().__init__(live, **options)
+        super().__init__(**options)
         register(self)
 
     # -- for users -----------------------------------------------------------------------------

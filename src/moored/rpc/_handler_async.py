@@ -31,14 +31,10 @@ __all__ = ["AsyncHandler"]
 class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[misc]
     """A channel over the current connection of a manager.
 
-    :param live: the first generation; without it, calls wait.
     :param credentials: adds to the metadata of each call; its `metadata` may be async.
     :param wait_limit: how long a call without a timeout waits for a connection.
     :param grace: how long the calls of a replaced generation may still take, unless its connection
         is alive and leads to a server that is still wanted.
-    :param on_rpc_error: called with the error of a call and its generation.
-    :param on_waiting: called with +1 and -1 as calls begin and stop to wait.
-    :param on_close: awaited by `close()`, in place of closing: the handler may be shared.
     :param now: the manager's clock; timeouts of calls use the loop's.
     """
 
@@ -46,7 +42,6 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
 
     def __init__(
         self,
-        live: LiveChannel | None = None,
         *,
         credentials: CredentialProvider | None = None,
         now: Callable[[], float] | None = None,
@@ -58,7 +53,7 @@ class AsyncHandler(Generations, FourKinds, grpc.aio.Channel):  # type: ignore[mi
         self._changed: asyncio.Future[None] = self._loop.create_future()
         # Whether the credentials must be awaited.
         self._deferred = inspect.iscoroutinefunction(getattr(credentials, "metadata", None))
-        super().__init__(live, credentials=credentials, now=now or self._loop.time, **options)
+        super().__init__(credentials=credentials, now=now or self._loop.time, **options)
 
     # -- for users -----------------------------------------------------------------------------
 
