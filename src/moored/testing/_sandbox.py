@@ -42,12 +42,11 @@ class SessionSandbox:
         *,
         sender: str = "somebody",
         kind: str = "",
-        message_id: str = "",
         timeout: float = 10.0,
     ) -> None:
         """Inject an incoming message; return when the consumer of events has handled it."""
         kind = kind or type(content).__name__.lower()
-        message = Msg(kind, content, message_id or f"in-{next(self._numbers)}", sender)
+        message = Msg(kind, content, f"in-{next(self._numbers)}", sender)
         await self.happen("messages_upsert", message, timeout=timeout)
 
     async def happen(self, kind: str, data: Any, *, timeout: float = 10.0) -> None:

@@ -191,8 +191,6 @@ class ServerLink:
         ack: Frame = {"k": "ack", "id": id}
         if extra is not None:
             ack["extra"] = extra
-        if self._server.partial_acks:
-            self._confirm({**ack, "partial": True})
         self._confirm(ack)
 
     def _confirm(self, frame: Frame) -> None:
