@@ -177,6 +177,3 @@ class Budget:
                 f"no turn within {RATE_PATIENCE:g} s to connect to {self.endpoint}: more than "
                 f"{self.config.rate:g} connections per second are wanted in the cluster"
             ) from None
-
-    def __repr__(self) -> str:
-        return f"<Budget of {self.endpoint}: {self.rate!r}, {self._users} reservoirs>"

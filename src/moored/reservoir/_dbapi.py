@@ -75,7 +75,3 @@ class DbapiDriver(Driver):
         finally:
             cursor.close()
         conn.rollback()
-
-    def close(self, conn: Any) -> None:
-        """Close the connection."""
-        conn.close()

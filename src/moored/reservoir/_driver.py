@@ -98,9 +98,6 @@ class Driver:
         result: Awaitable[None] | None = None if close is None else close()
         return result
 
-    def __repr__(self) -> str:
-        return f"<Driver {self.name}>"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Hooks:

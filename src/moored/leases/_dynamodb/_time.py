@@ -110,9 +110,6 @@ class ServerTime:
                 break
         return answer
 
-    def __repr__(self) -> str:
-        return f"<ServerTime known to {self.latest() - self.earliest():.3f} s>"
-
     def _bounds(self, now: float) -> tuple[float, float]:
         if self._at is None:
             offset = self._clock.wall() - now
