@@ -19,21 +19,10 @@ class SyncEmbeddedPostgres(Server):
     It takes the same arguments as `EmbeddedPostgres`; `on_progress` is called from any thread.
     """
 
-    def start(self) -> None:
-        """Start the server, creating missing data; return when it accepts connections."""
-        self._start()
-
-    def stop(self) -> None:
-        """Stop the server: fast shutdown, immediate shutdown, SIGKILL; remove temporary data."""
-        self._stop()
-
-    def restart(self) -> None:
-        """Stop the server and start it again, on the same port and with the same data."""
-        self._restart()
-
-    def kill(self) -> None:
-        """End the server by SIGKILL; return when none of its processes is left. The data stay."""
-        self._kill()
+    start = Server._start
+    stop = Server._stop
+    restart = Server._restart
+    kill = Server._kill
 
     def wait_ended(self, timeout: float | None = None) -> Ended | None:
         """Wait until the server has ended, for any reason; return None after the timeout."""

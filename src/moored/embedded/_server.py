@@ -186,7 +186,7 @@ class Server:
             self._on_progress(text)
 
     def _start(self) -> None:
-        """Start the server, creating its data if there are none."""
+        """Start the server, creating missing data; return when it accepts connections."""
         with self._busy:
             self._check_process()
             if self._run is not None:
@@ -217,7 +217,7 @@ class Server:
         self._notify(f"ready after {time.monotonic() - began:.1f} s")
 
     def _stop(self) -> None:
-        """Stop the server, and remove a temporary directory."""
+        """Stop the server: fast shutdown, immediate shutdown, SIGKILL; remove temporary data."""
         if os.getpid() != self._owner:
             return  # a copy in a forked process, for example at the end of a `with`
         with self._busy:
@@ -232,7 +232,7 @@ class Server:
             self._start()
 
     def _kill(self) -> None:
-        """End the server by SIGKILL; return when none of its processes is left."""
+        """End the server by SIGKILL; return when none of its processes is left. The data stay."""
         self._check_process()
         with self._busy:
             self._end_now()
