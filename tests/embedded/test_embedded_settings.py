@@ -60,6 +60,7 @@ def test_each_version_of_the_wheel_runs(version: int, tmp_path: Path) -> None:
         ) == [("2026-07-01 14:00:00", "UTF8", "äé", True, "C.UTF-8")]
 
 
+@pytest.mark.soak
 def test_an_installed_postgres_runs_by_its_bin_directory(debian: Path, tmp_path: Path) -> None:
     with SyncEmbeddedPostgres(tmp_path / "pg", bin_dir=debian) as pg:
         assert pg.bin_dir == debian

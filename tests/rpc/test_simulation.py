@@ -392,6 +392,8 @@ MUTANTS = [
         "the generation passed to handle_error is ignored",
         "an undated error always blames the current generation",
         "calls use a channel that is known to be broken",
+        "a refusal of old credentials is accepted",
+        "each caller starts its own attempt",
     ),
 )
 def test_mutants_are_caught(planted: Mutant) -> None:

@@ -283,6 +283,7 @@ def _never_released(self: ManagedConnection[Any], client: object | None) -> None
     """Keep counting a client that has released its channel."""
 
 
+@pytest.mark.soak
 @mutant(ManagedConnection, "given_back", _never_released, name="a released client is still counted")
 def test_mutant_that_never_forgets_clients_is_caught(servers: list[EchoServer]) -> None:
     with pytest.raises(StressFailed):

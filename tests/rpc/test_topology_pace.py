@@ -256,7 +256,9 @@ def ignores_the_fresh_topology(self: TopologyMixin, in_use: str) -> Advice:
 @pytest.mark.parametrize(
     ("scenario", "owner", "name", "replacement"),
     [
-        (long_outage, SourcePacing, "rest", fetches_each_time),
+        pytest.param(
+            *(long_outage, SourcePacing, "rest", fetches_each_time), marks=pytest.mark.soak
+        ),
         (failing_source, SourcePacing, "pause", never_pauses),
         (error_first, SourcePacing, "rest", never_fetches_twice),
         (moves_and_lives, Follower, "hurry", does_not_hurry),

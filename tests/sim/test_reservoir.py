@@ -242,6 +242,9 @@ MUTANTS = [
         "a lost lease ignored",
         "a connect that a resize made superfluous",
         "a connect that ends after the close leaks",
+        "a lease released twice",
+        "used connections not counted",
+        "a failed connect keeps its lease",
     ),
 )
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:
