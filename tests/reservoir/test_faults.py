@@ -257,8 +257,8 @@ async def test_a_rollback_to_a_server_that_vanished_ends_in_time(
     shell: Shell, gate: Gate, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moored.reservoir._upkeep.CLOSE_PATIENCE", 0.2)
+    monkeypatch.setattr("moored.reservoir._returns.PING_TIMEOUT", 0.2)
     async with Rig(shell, url, max_size=1, kwargs={}) as rig:
-        rig.pool._returns.ping_timeout = 0.2
         with pytest.raises(ZeroDivisionError):
             # Without a limit it would take as long as TCP tries.
             await asyncio.wait_for(rig._do(_fail_in_a_transaction, rig, gate), LIMIT)
@@ -296,7 +296,6 @@ async def test_idle_connections_dropped_by_a_firewall_are_replaced(
             shell, lambda: ways[-1], max_size=6, check_idle=0.05, endpoint=f"net-{shell}"
         ) as rig:
             await rig.full()
-            rig.pool._ping_timeout = 5.0
             await _let_them_be_idle(rig)
             gate.black_hole()
             ways.append(other.url(postgres.url))

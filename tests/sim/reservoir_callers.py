@@ -12,7 +12,7 @@ from tests.sim.reservoir_ledger import Ledger
 from tests.sim.reservoir_violations import EXACT, Violations
 
 from moored.reservoir import AsyncConnectionPool, PoolClosed, PoolOverloaded, PoolTimeout
-from moored.reservoir._pool import PING_TIMEOUT
+from moored.reservoir._driver import PING_TIMEOUT
 from moored.testing import Sim
 
 __all__ = ["Callers", "Visit"]

@@ -12,9 +12,12 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, ClassVar, Literal
 
-__all__ = ["Driver", "DriverState", "Hooks", "in_time"]
+__all__ = ["PING_TIMEOUT", "Driver", "DriverState", "Hooks", "in_time"]
 
 Connect = Callable[..., Any]
+
+#: How long the server may take to answer a ping or a rollback.
+PING_TIMEOUT = 5.0
 
 
 class DriverState(Enum):

@@ -20,7 +20,7 @@ from moored.leases import sync as leases_sync
 
 from ._config import ReservoirConfig, config_of
 from ._core import Core, Waiter
-from ._driver import Connect, in_time
+from ._driver import PING_TIMEOUT, Connect, in_time
 from ._errors import PoolOverloaded, PoolTimeout
 from ._item import Item
 from ._psycopg_stats import counters, measures
@@ -39,7 +39,6 @@ C = TypeVar("C")
 
 #: A connection that was idle for this many seconds is pinged before it is handed out.
 CHECK_IDLE = 30.0
-PING_TIMEOUT = 5.0
 #: The shortest pause of a caller after a new connection failed its check.
 CHECK_PAUSE = 0.1
 #: The shortest ping timeout, even if the caller's timeout expires earlier: a working connection
@@ -125,7 +124,6 @@ class Pool(Generic[C]):
         self._check = check
         self._own_reset = reset
         self._check_idle = check_idle
-        self._ping_timeout = PING_TIMEOUT
         self.reservoir: Reservoir[C] = Reservoir(
             conninfo,
             config=config,
@@ -153,7 +151,7 @@ class Pool(Generic[C]):
             owner=_CloseReturns(self) if close_returns else self,
             fail_fast=fail_fast,
         )
-        self._returns = Returns(self.reservoir, self._interrupt, PING_TIMEOUT)
+        self._returns = Returns(self.reservoir, self._interrupt)
         self._popped: dict[str, int] = {}
         # Checkouts whose connection failed its check and was replaced.
         self._failed_checks = 0
@@ -330,7 +328,7 @@ class Pool(Generic[C]):
 
     def _ping_limit(self, deadline: float) -> float:
         """The timeout of a ping for a caller with this deadline."""
-        return min(self._ping_timeout, max(PING_LEAST, deadline - self._monotonic()))
+        return min(PING_TIMEOUT, max(PING_LEAST, deadline - self._monotonic()))
 
     def _pause(self, item: Item[C], began: float, timeout: float) -> float:
         """How long a caller waits after a connection failed its check.
@@ -350,7 +348,7 @@ class Pool(Generic[C]):
     def _ping_idle(self) -> None:
         """After a failed ping, ping all connections that are due for one."""
         if self._check is None and self._check_idle is not None:
-            self.reservoir.upkeep.ping_idle(self._check_idle, self._ping_timeout)
+            self.reservoir.upkeep.ping_idle(self._check_idle, PING_TIMEOUT)
 
     def _check_process(self) -> None:
         """Raise `PoolClosed` if the pool was opened by a parent process."""

@@ -14,10 +14,10 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 from moored.kernel import Timers, awaited, describe
 
 from ._core import Waiter
-from ._driver import DriverState
+from ._driver import PING_TIMEOUT, DriverState
 from ._errors import PoolClosed, PoolTimeout, ReservoirError
 from ._item import Item
-from ._pool import PING_TIMEOUT, Pool
+from ._pool import Pool
 from ._psycopg import driver
 from ._types import AsyncC as C
 
@@ -169,7 +169,7 @@ class AsyncConnectionPool(Pool[C]):
     async def check(self) -> None:
         """Ping every ready connection, and replace those that do not answer."""
         self._check_process()
-        await self.reservoir.upkeep.ping_all(self._ping_timeout)
+        await self.reservoir.upkeep.ping_all(PING_TIMEOUT)
 
     async def drain(self) -> None:
         """Replace all connections: ready ones now, those in use when they are returned."""
@@ -269,7 +269,7 @@ class AsyncConnectionPool(Pool[C]):
         driver = self.reservoir.recipe.driver
         if driver.state(conn) is DriverState.BUSY:
             try:
-                await awaited(driver.interrupt(conn, self._ping_timeout))
+                await awaited(driver.interrupt(conn, PING_TIMEOUT))
             except Exception as error:
                 log.warning("%s: cancelling a statement failed: %s", self.name, describe(error))
 

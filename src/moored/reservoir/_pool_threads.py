@@ -13,9 +13,10 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 from moored.kernel import LoopThread
 
 from ._core import Waiter
+from ._driver import PING_TIMEOUT
 from ._errors import PoolTimeout
 from ._item import Item
-from ._pool import PING_TIMEOUT, Pool
+from ._pool import Pool
 from ._psycopg import driver
 from ._run_sync import run_sync
 from ._types import ThreadsC as C
@@ -136,7 +137,7 @@ class ConnectionPool(Pool[C]):
     def check(self) -> None:
         """Ping every ready connection, and replace those that do not answer."""
         self._check_process()
-        LoopThread.shared().run(self.reservoir.upkeep.ping_all(self._ping_timeout))
+        LoopThread.shared().run(self.reservoir.upkeep.ping_all(PING_TIMEOUT))
 
     def drain(self) -> None:
         """Replace all connections: ready ones now, those in use when they are returned."""

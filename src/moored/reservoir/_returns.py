@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 from moored.kernel import awaited, describe
 
-from ._driver import DriverState
+from ._driver import PING_TIMEOUT, DriverState
 from ._item import Item
 from ._reservoir import Reservoir
 
@@ -24,19 +24,12 @@ class Returns(Generic[C]):
     """Cleans up the connections that are returned to one pool.
 
     :param interrupt: cancels a running statement of a cancelled task.
-    :param ping_timeout: how long the server may take to answer a rollback or a ping.
     """
 
-    def __init__(
-        self,
-        reservoir: Reservoir[C],
-        interrupt: Callable[[C], Awaitable[None]],
-        ping_timeout: float,
-    ) -> None:
+    def __init__(self, reservoir: Reservoir[C], interrupt: Callable[[C], Awaitable[None]]) -> None:
         self._reservoir = reservoir
         self._name = reservoir.name
         self._interrupt = interrupt
-        self.ping_timeout = ping_timeout
         #: Resets the session of a connection; None if it is left unchanged.
         self.reset: Callable[[C], Any] | None = None
         #: Connections that could not be cleaned up, and were discarded.
@@ -54,7 +47,7 @@ class Returns(Generic[C]):
             if error is None:
                 await awaited(driver.commit(conn))
             else:
-                await awaited(driver.rollback(conn, self.ping_timeout))
+                await awaited(driver.rollback(conn, PING_TIMEOUT))
             settled = True
         except BaseException as failure:
             doubt = failure
@@ -70,7 +63,7 @@ class Returns(Generic[C]):
         if error is None and not driver.is_broken(conn):
             await awaited(driver.commit(conn))
         elif error is not None and driver.state(conn) is DriverState.TRANSACTION:
-            await awaited(driver.rollback(conn, self.ping_timeout))
+            await awaited(driver.rollback(conn, PING_TIMEOUT))
 
     async def release(
         self, item: Item[C], *, settled: bool = False, doubt: BaseException | None = None
@@ -104,9 +97,7 @@ class Returns(Generic[C]):
             if driver.knows_state:
                 text = "%s: rolling back a connection left in a transaction: %r"
                 log.warning(text, self._name, conn)
-            if not await self._succeeds(
-                "rollback failed", driver.rollback, conn, self.ping_timeout
-            ):
+            if not await self._succeeds("rollback failed", driver.rollback, conn, PING_TIMEOUT):
                 return False
             state = self._state_of(conn, settled=True)
         if state is not DriverState.IDLE:
@@ -118,7 +109,7 @@ class Returns(Generic[C]):
             return False
         if doubt is not None and driver.needs_ping(conn, doubt):
             lost = "closing a lost connection"
-            if not await self._succeeds(lost, driver.ping, conn, self.ping_timeout):
+            if not await self._succeeds(lost, driver.ping, conn, PING_TIMEOUT):
                 return False
         if self.reset is not None and not self._closes(item):
             if not await self._succeeds("the reset callback failed", self.reset, conn):

@@ -51,9 +51,10 @@ from moored.leases import Leases
 from moored.leases import sync as leases_sync
 
 from ._config import ReservoirConfig
+from ._driver import PING_TIMEOUT
 from ._errors import PoolClosed, PoolTimeout, ServerUnreachable
 from ._item import Item, Place
-from ._pool import PING_TIMEOUT, Pool
+from ._pool import Pool
 from ._pool_async import AsyncConnectionPool
 from ._pool_threads import ConnectionPool
 from ._sqlalchemy_pool import ReservoirPool
