@@ -42,7 +42,6 @@ async def test_a_slow_reader_loses_the_oldest_events_and_gets_their_number() -> 
     for number in range(5):
         streams.publish(b"%d" % number)
         quick.take()
-    assert (slow.dropped, quick.dropped) == (2, 0)
     assert slow.take() == [message("dropped", '{"count":2}'), b"2", b"3", b"4"]
     assert slow.take() == []
     assert streams.statistics() == (2, 2, 0)
@@ -59,7 +58,7 @@ async def test_only_the_newest_state_is_sent_and_none_is_a_loss() -> None:
         streams.publish_state(b"state %d" % number)
     streams.publish(b"event")
     assert client.take() == [b"event", b"state 4"]
-    assert client.dropped == 0
+    assert streams.statistics().dropped == 0
 
 
 async def test_a_reader_that_waits_is_woken() -> None:

@@ -44,22 +44,21 @@ class BrowserStream:
         self._pending = asyncio.Event()
         self._closed = False
         self._unreported = 0
-        #: Events dropped so far because this client read too slowly.
-        self.dropped = 0
 
     def give_state(self, state: bytes) -> None:
         """Send this state next, instead of an older one."""
         self._state = state
         self._pending.set()
 
-    def give(self, event: bytes) -> None:
-        """Queue an event; when the queue is full, drop and count the oldest one."""
-        if len(self._events) >= self._size:
+    def give(self, event: bytes) -> bool:
+        """Queue an event; return whether the oldest one was dropped because the queue was full."""
+        full = len(self._events) >= self._size
+        if full:
             self._events.popleft()
             self._unreported += 1
-            self.dropped += 1
         self._events.append(event)
         self._pending.set()
+        return full
 
     def close(self) -> None:
         """End the stream when its queue is empty."""
@@ -120,14 +119,12 @@ class BrowserStreams:
 
     def leave(self, client: BrowserStream) -> None:
         """Remove a stream that has ended."""
-        if client in self._clients:
-            self._clients.discard(client)
-            self._dropped += client.dropped
+        self._clients.discard(client)
 
     def publish(self, event: bytes) -> None:
         """Queue an event on every stream."""
         for client in self._clients:
-            client.give(event)
+            self._dropped += client.give(event)
 
     def publish_state(self, state: bytes) -> None:
         """Set the newest state on every stream."""
@@ -146,8 +143,7 @@ class BrowserStreams:
 
     def statistics(self) -> BrowserStatistics:
         """Return how many streams are open, and what was dropped or refused."""
-        dropped = self._dropped + sum(client.dropped for client in self._clients)
-        return BrowserStatistics(len(self._clients), dropped, self._refused)
+        return BrowserStatistics(len(self._clients), self._dropped, self._refused)
 
     def __len__(self) -> int:
         return len(self._clients)
