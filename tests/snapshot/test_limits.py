@@ -10,6 +10,7 @@ from urllib.parse import quote
 import psycopg
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
+from tests.postgres.server import one, until
 
 from moored.cli import main
 from moored.postgres import ConfigurationError, Postgres, PostgresError
@@ -55,8 +56,10 @@ async def test_a_copy_without_the_rows_that_a_role_may_not_read_is_refused(
         await sql.execute(f"drop owned by {role}; drop role {role}".encode())
 
 
-async def test_rows_of_tables_that_inherit_are_not_copied(make: MakePostgres, sql: Sql) -> None:
-    """Their changes are not those of the parent."""
+async def test_tables_that_inherit_are_neither_copied_nor_published(
+    make: MakePostgres, sql: Sql
+) -> None:
+    """If they were published without a replica identity, the server would refuse their updates."""
     await sql.execute("create table old_orders () inherits (orders)")
     await sql.execute("insert into old_orders values (1, 'of the child'), (900, 'too')")
     async with make() as pg, pg.follow("orders", consumer="c", chunk_rows=20) as follow:
@@ -65,6 +68,12 @@ async def test_rows_of_tables_that_inherit_are_not_copied(make: MakePostgres, sq
         (change,) = await item_of(follow)
         assert change.new["id"] == 99
         assert await ids(pg, consistent=True) == [*range(1, ROWS + 1), 99]
+        await sql.execute("update orders set name = 'a'; delete from old_orders where id = 901")
+        assert len(await item_of(follow)) == ROWS + 1
+        await follow.aclose()
+        await pg.drop_consumer("c")
+        none = "select not exists (select from pg_publication_tables)"
+        await until(lambda: one(sql, none))
 
 
 async def test_an_error_that_is_not_of_the_connection_is_raised(

@@ -241,7 +241,7 @@ class Publisher:
         published.
         """
         publication = sql.Identifier(self._publication)
-        listed = sql.SQL(", ").join(_identifier(each) for each in tables.values())
+        listed = sql.SQL(", ".join(each.quoted for each in tables.values()))
         keyless = [leaf for each in tables.values() if each.is_new for leaf in each.keyless]
         async with conn.transaction():
             await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
@@ -256,7 +256,7 @@ class Publisher:
             new = [each for each in now if each.is_new]
             if new:
                 add = sql.SQL("ALTER PUBLICATION {} ADD TABLE {}")
-                named = sql.SQL(", ").join(map(_identifier, new))
+                named = sql.SQL(", ".join(each.quoted for each in new))
                 await conn.execute(add.format(publication, named))
             for leaf in keyless:
                 await conn.execute(full_identity(leaf).encode())
@@ -281,8 +281,8 @@ class Publisher:
         self._hub.published.clear()
         query = {"publication": self._publication, "entries": list(entries)}
         if tables := await _admin.rows(conn, ENTRIES, **query):
-            drop = sql.SQL("ALTER PUBLICATION {} DROP TABLE {}")
-            named = sql.SQL(", ").join(sql.Identifier(*each) for each in tables)
+            drop = sql.SQL("ALTER PUBLICATION {} DROP TABLE ONLY {}")
+            named = sql.SQL(", ONLY ").join(sql.Identifier(*each) for each in tables)
             try:
                 async with conn.transaction():
                     await conn.execute(drop.format(sql.Identifier(self._publication), named))
@@ -332,10 +332,6 @@ class Publisher:
             elif not changes.tables:
                 return f"the table {before.schema}.{before.name} is no longer published"
         return None
-
-
-def _identifier(table: Table) -> sql.Identifier:
-    return sql.Identifier(table.schema, table.name)
 
 
 def _alive(consumers: Consumers) -> list[Changes]:

@@ -136,8 +136,13 @@ class Table(NamedTuple):
 
     @property
     def quoted(self) -> str:
-        """Its name with its schema, as SQL."""
-        return sql.Identifier(self.schema, self.name).as_string(None)
+        """The table as SQL, with its partitions, but without the tables that inherit from it.
+
+        These would be published, too, and without a replica identity the server would refuse their
+        UPDATE and DELETE.
+        """
+        only = "" if self.kind == "p" else "ONLY "
+        return only + sql.Identifier(self.schema, self.name).as_string(None)
 
     @classmethod
     def of(cls, row: Iterable[Any]) -> Self:

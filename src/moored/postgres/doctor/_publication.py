@@ -86,8 +86,8 @@ class PublicationFilters(Check):
       WHERE pubname = %(publication)s AND coalesce(r ->> 'prqual', r ->> 'prattrs') IS NOT NULL"""
     problem = "{table} is published with a {what}: consumers do not get the rest"
     statements = (
-        "ALTER PUBLICATION {publication} DROP TABLE {table}; "
-        "ALTER PUBLICATION {publication} ADD TABLE {table}",
+        "ALTER PUBLICATION {publication} DROP TABLE ONLY {table}; "
+        "ALTER PUBLICATION {publication} ADD TABLE ONLY {table}",
     )
     advice = "consumers of the table get a Reset"
 
@@ -110,11 +110,12 @@ class TableOwner(Check):
 
     query = f"""{_TABLES}
       SELECT string_agg(shown, ', ' ORDER BY shown) AS tables,
+        string_agg('ONLY ' || shown, ', ' ORDER BY shown) AS listed,
         format(CASE WHEN EXISTS {_PUBLICATION} THEN 'ALTER PUBLICATION %%I ADD'
                     ELSE 'CREATE PUBLICATION %%I FOR' END, %(publication)s) AS publish
       FROM tables WHERE NOT (is_published OR pg_has_role(relowner, 'USAGE')) HAVING count(*) > 0"""
     problem = "the role {user} cannot publish {tables}, which it does not own"
-    statements = ("{publish} TABLE {tables}",)
+    statements = ("{publish} TABLE {listed}",)
     advice = "or make the role a member of the owning role"
 
 
