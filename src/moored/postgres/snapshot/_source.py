@@ -37,10 +37,12 @@ DISPLAY = (
     "SET LOCAL row_security = off"
 )
 
-#: An expression that is another one after the table `oid` was altered, renamed or dropped.
+#: An expression that is another one after the table `oid` was altered, renamed or dropped. Each
+#: ALTER TABLE of a column writes its row in the catalog again, also one that leaves its type as it
+#: is and changes its values.
 MARKER = (
-    "(SELECT md5(%(oid)s::regclass || string_agg(concat(a.attnum, a.attname, a.atttypid, "
-    "a.atttypmod, a.attgenerated), ',' ORDER BY a.attnum)) FROM pg_attribute a "
+    "(SELECT md5(%(oid)s::regclass || string_agg(a.attnum || '/' || a.xmin, ',' "
+    "ORDER BY a.attnum)) FROM pg_attribute a "
     "WHERE a.attrelid = %(oid)s::oid AND a.attnum > 0 AND NOT a.attisdropped)"
 )
 _TABLE = """
@@ -63,14 +65,15 @@ WHERE c.oid = CASE WHEN %(schema)s::text IS NULL THEN to_regclass(quote_ident(%(
   SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   WHERE n.nspname = %(schema)s AND c.relname = %(name)s) END
 """
-# Generated columns are in the stream from PostgreSQL 18 on, if they are stored. The last column:
+# Generated columns are in the stream from PostgreSQL 18 on, if they are stored. The last columns:
 # whether a value of the type (array, composite, range, interval, jsonb) may be another one, or no
-# key of a dict, once it was a Python value.
+# key of a dict, once it was a Python value; and the transaction that has altered the column.
 _COLUMNS = """
 SELECT a.attname::text, a.atttypid, format_type(a.atttypid, a.atttypmod),
   CASE WHEN o.oid <> 100 THEN quote_ident(n.nspname) || '.' || quote_ident(o.collname) END,
   array_position((string_to_array(i.indkey::text, ' '))[1:i.indnkeyatts], a.attnum::text),
-  t.typcategory IN ('A', 'C', 'R', 'T') OR 'jsonb'::regtype IN (t.oid, t.typbasetype)
+  t.typcategory IN ('A', 'C', 'R', 'T') OR 'jsonb'::regtype IN (t.oid, t.typbasetype),
+  a.xmin::text
 FROM pg_attribute a JOIN pg_type t ON t.oid = a.atttypid
 LEFT JOIN pg_index i ON i.indexrelid = %(key)s
 LEFT JOIN pg_collation o ON o.oid = a.attcollation
@@ -299,7 +302,7 @@ async def describe_table(
         place: KeyColumn(
             name, type_oid, cast if collation is None else f"{cast} COLLATE {collation}", opaque
         )
-        for name, type_oid, cast, collation, place, opaque in listed
+        for name, type_oid, cast, collation, place, opaque, _ in listed
         if place is not None
     }
     key = tuple(places[place] for place in sorted(places))

@@ -1,0 +1,47 @@
+"""What ALTER TABLE does to rows is noticed, or refused."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from tests.postgres.conftest import MakePostgres, Sql
+
+from moored.postgres import PostgresError, Reset, Rows
+
+from .orders import LIMIT, ROWS, copied, item_of
+
+ALTERED = {
+    "replaced": "alter table orders drop column name; alter table orders add column name text "
+    "default 'new'",
+    "rewritten": "alter table orders alter column name type text using upper(name)",
+    "another collation": 'alter table orders alter column name type text collate "C"',
+}
+
+
+async def collect(items: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in items]
+
+
+@pytest.mark.parametrize("case", ALTERED)
+async def test_a_column_that_keeps_its_name_and_type_while_its_values_change_is_noticed(
+    make: MakePostgres, sql: Sql, case: str
+) -> None:
+    async with make() as pg:
+        async with pg.follow("orders", consumer="c", chunk_rows=5) as follow:
+            item = await item_of(follow)
+            await sql.execute(ALTERED[case].encode())
+            while isinstance(item, Rows):
+                assert not follow.progress.complete
+                item = await item_of(follow)
+            assert isinstance(item, Reset)
+            assert "altered while it was copied" in item.reason
+            assert await copied(follow) == list(range(1, ROWS + 1))
+        async with pg.snapshot("orders", chunk_rows=5) as snapshot:
+            chunks = snapshot.chunks()
+            await anext(chunks)
+            await sql.execute("alter table orders alter name type text using lower(name)")
+            with pytest.raises(PostgresError, match="altered while it was copied"):
+                await asyncio.wait_for(collect(chunks), LIMIT)
