@@ -45,3 +45,14 @@ async def test_a_column_that_keeps_its_name_and_type_while_its_values_change_is_
             await sql.execute("alter table orders alter name type text using lower(name)")
             with pytest.raises(PostgresError, match="altered while it was copied"):
                 await asyncio.wait_for(collect(chunks), LIMIT)
+
+
+async def test_without_columns_only_the_key_is_delivered(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg:
+        async with pg.snapshot("orders", columns=[]) as snapshot:
+            assert (await collect(aiter(snapshot)))[0] == {"id": 1}
+        async with pg.follow("orders", consumer="c", columns=[]) as follow:
+            assert (await item_of(follow))[0] == {"id": 1}
+            await sql.execute("insert into orders values (99, 'new', 1)")
+            (change,) = await item_of(follow)
+            assert change.new == {"id": 99}

@@ -306,7 +306,8 @@ async def describe_table(
         if place is not None
     }
     key = tuple(places[place] for place in sorted(places))
-    chosen = {each.name for each in key}.union(columns or (each[0] for each in listed))
+    chosen = {each[0] for each in listed} if columns is None else {*columns}
+    chosen |= {each.name for each in key}
     if where is not None and not key:
         raise ConfigurationError(f"where: {schema}.{plain} needs a primary key for it")
     return SourceTable(
