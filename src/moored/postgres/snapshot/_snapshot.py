@@ -129,8 +129,7 @@ class Snapshot:
         self._entered = False
         self._rows.clear()
         await self._cancel()
-        if self._source is not None and not self._source.ag_running:
-            await self._source.aclose()
+        await self._close()
 
     @property
     def one_snapshot(self) -> bool:
@@ -215,11 +214,13 @@ class Snapshot:
         if self._source is not None:
             raise PostgresError(f"{self!r} can be iterated over once: begin a new snapshot")
         self._source = self._from_one(read) if self.one_snapshot else self._from_each(read)
-        async with aclosing(self._source) as source:
-            async for pieces in source:
+        try:
+            async for pieces in self._source:
                 self._check()
                 yield pieces
                 pieces[0].clear()  # before the next ones are awaited
+        finally:
+            await self._close()
         self._check()
         self._meter.end()
 
@@ -255,6 +256,11 @@ class Snapshot:
                 del chunk
         finally:
             await self._cancel()
+
+    async def _close(self) -> None:
+        # After `break`, the event loop closes the iterator while the block of `async with` ends.
+        if self._source is not None and not self._source.ag_running:
+            await self._source.aclose()
 
     async def _cancel(self) -> None:
         while self._reading:
