@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
 
-from moored.postgres import PostgresError, Reset, Rows
+from moored.postgres import ConfigurationError, PostgresError, Reset, Rows
 
-from .orders import LIMIT, ROWS, copied, item_of
+from .orders import LIMIT, ROWS, column, copied, item_of
 
 ALTERED = {
     "replaced": "alter table orders drop column name; alter table orders add column name text "
@@ -56,3 +56,29 @@ async def test_without_columns_only_the_key_is_delivered(make: MakePostgres, sql
             await sql.execute("insert into orders values (99, 'new', 1)")
             (change,) = await item_of(follow)
             assert change.new == {"id": 99}
+
+
+async def test_a_partition_whose_changes_lack_the_key_is_refused(
+    make: MakePostgres, sql: Sql
+) -> None:
+    await sql.execute(
+        "create table parts (id text primary key, code int not null) partition by hash (id); "
+        "create table part_1 partition of parts for values with (modulus 2, remainder 0); "
+        "create table part_2 partition of parts for values with (modulus 2, remainder 1); "
+        "insert into parts select 'key ' || n, n from generate_series(1, 9) n; "
+        "create unique index by_code on part_1 (code)"
+    )
+    change = "alter table part_1 replica identity using index by_code; delete from part_1"
+    fixed = "alter table part_1 replica identity full"
+    async with make() as pg:
+        async with pg.follow("parts", consumer="c", where="code > 0") as follow:
+            await (await item_of(follow)).ack()
+            await sql.execute(change.encode())
+            assert "lacks its key: a partition has another" in (await item_of(follow)).reason
+            with pytest.raises(ConfigurationError, match=f"(?i)partition part_1.*run {fixed}"):
+                await item_of(follow)
+        await sql.execute(fixed.encode())
+        async with pg.follow("parts", consumer="c", where="code > 0") as follow:
+            assert isinstance(await item_of(follow), Reset)
+            ids = await column(sql, "select id from part_2")
+            assert await copied(follow) == sorted(ids)

@@ -177,12 +177,8 @@ class TableReader:
     async def _describe(self, conn: Connection) -> SourceTable:
         columns, publication = self._columns, self._publication
         table = await describe_table(conn, self.name, self._where, columns, publication)
-        if self._followed and (opaque := [each for each in table.key if each.opaque]):
-            raise ConfigurationError(
-                f"{table.qualified} cannot be followed by its key: values of {opaque[0].name} "
-                f"({opaque[0].cast}) cannot be compared outside of the server; set REPLICA "
-                "IDENTITY to an index of other columns"
-            )
+        if self._followed and table.problem is not None:
+            raise ConfigurationError(table.problem)
         return table
 
     async def retried(self, work: Callable[[], Awaitable[T]]) -> T:

@@ -50,17 +50,24 @@ SELECT c.oid, n.nspname::text, c.relname::text, c.relkind::text, pg_is_in_recove
   (SELECT coalesce(sum(leaf.reltuples) FILTER (WHERE leaf.reltuples > 0), 0)::bigint
    FROM pg_class leaf WHERE leaf.relkind <> 'p'
      AND leaf.oid IN (SELECT c.oid UNION SELECT t.relid FROM pg_partition_tree(c.oid) t)),
-  (SELECT i.indexrelid FROM pg_index i
-   WHERE i.indrelid = c.oid AND i.indisvalid AND i.indimmediate
-     AND CASE c.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END),
+  k.indexrelid,
   (SELECT p.oid || '/' || coalesce(string_agg(r.oid::text, ',' ORDER BY r.oid), '')
    FROM pg_publication p LEFT JOIN pg_publication_rel r ON r.prpubid = p.oid AND (r.prrelid = c.oid
      OR r.prrelid IN (SELECT a.relid FROM pg_partition_ancestors(c.oid) a))
    WHERE p.pubname = %(publication)s AND EXISTS (
      SELECT 1 FROM pg_publication_tables t
      WHERE t.pubname = p.pubname AND t.schemaname = n.nspname AND t.tablename = c.relname)
-   GROUP BY p.oid)
+   GROUP BY p.oid),
+  (SELECT min(leaf.oid::regclass::text) FROM pg_partition_tree(c.oid) t
+   JOIN pg_class leaf ON leaf.oid = t.relid
+   WHERE k.indexrelid IS NOT NULL AND leaf.relkind = 'r' AND leaf.relreplident <> 'f'
+     AND c.relkind = 'p' AND NOT EXISTS (
+       SELECT 1 FROM pg_partition_tree(k.indexrelid) x JOIN pg_index i ON i.indexrelid = x.relid
+       WHERE i.indrelid = leaf.oid
+         AND CASE leaf.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END))
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+LEFT JOIN pg_index k ON k.indrelid = c.oid AND k.indisvalid AND k.indimmediate
+  AND CASE c.relreplident WHEN 'i' THEN k.indisreplident ELSE k.indisprimary END
 WHERE c.oid = CASE WHEN %(schema)s::text IS NULL THEN to_regclass(quote_ident(%(name)s))::oid ELSE (
   SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   WHERE n.nspname = %(schema)s AND c.relname = %(name)s) END
@@ -138,6 +145,8 @@ class SourceTable(NamedTuple):
     version: CopyVersion
     #: The value of MARKER.
     marker: str
+    #: Why its changes cannot be joined with its rows; None if they can.
+    problem: str | None
 
     @property
     def qualified(self) -> str:
@@ -238,7 +247,7 @@ class SourceTable(NamedTuple):
     def key_of(self, row: Row, before: Row | None = None) -> KeyValues:
         """Return the key of a row; of an unchanged large value, from the row before the change."""
         try:
-            return tuple(
+            key = tuple(
                 before[column.name]
                 if before is not None and row[column.name] is UNCHANGED
                 else row[column.name]
@@ -248,6 +257,12 @@ class SourceTable(NamedTuple):
             raise ColumnsChanged(
                 f"the column {missing} of the key of {self.qualified} was renamed"
             ) from None
+        if None in key:
+            raise ColumnsChanged(
+                f"a change of {self.qualified} lacks its key: a partition has another replica "
+                "identity than the table"
+            )
+        return key
 
     def _key(self, alias: str | None = None) -> sql.Composed:
         names = [
@@ -284,7 +299,7 @@ async def describe_table(
         raise ConfigurationError(
             f"the table {name} does not exist, or this role may not use its schema"
         )
-    oid, schema, plain, kind, standby, estimated, index, published = row
+    oid, schema, plain, kind, standby, estimated, index, published, leaf = row
     if standby:
         raise ConfigurationError(
             "snapshots need the primary server, and database_url leads to a standby"
@@ -326,7 +341,27 @@ async def describe_table(
             "" if published is None else _digest(published),
         ),
         marker=marker,
+        problem=_problem(f"{schema}.{plain}", key, leaf),
     )
+
+
+def _problem(name: str, key: Sequence[KeyColumn], leaf: str | None) -> str | None:
+    """Return why a table cannot be followed.
+
+    :param leaf: a partition with another replica identity than the table.
+    """
+    if opaque := [each for each in key if each.opaque]:
+        return (
+            f"{name} cannot be followed by its key: values of {opaque[0].name} "
+            f"({opaque[0].cast}) cannot be compared outside of the server; set REPLICA "
+            "IDENTITY to an index of other columns"
+        )
+    if leaf is not None:
+        return (
+            f"{name} cannot be followed by its key: its partition {leaf} has another replica "
+            f"identity, so its changes lack the key; run ALTER TABLE {leaf} REPLICA IDENTITY FULL"
+        )
+    return None
 
 
 def _digest(value: Any) -> str:
