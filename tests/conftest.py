@@ -33,7 +33,7 @@ settings.register_profile(
     "moored",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    max_examples=scaled(100, least=25),
+    max_examples=scaled(100, least=15),
 )
 settings.load_profile("moored")
 
