@@ -20,6 +20,7 @@ import moored
 from moored.app import App, AppError, ComponentContext
 from moored.broker import ApiKeys, LiveEvent, MemorySource
 from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Backoff
 from moored.postgres import Outbox, Reset, Transaction
 from moored.rpc import ChannelError
 from moored.service import Config, Part, ServiceError
@@ -290,7 +291,6 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
 
     async with app, client(app) as asking, asyncio.timeout(LIMIT):
         await app.ready()
-        await pg.wait_until_published("orders")
         async with db.connection() as conn:
             await conn.execute("insert into orders values (1)")
         while isinstance(txn := await seen.get(), Reset):
@@ -313,6 +313,61 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
         assert live.up
         assert len(accounts) == 0
     assert db.closed
+
+
+async def test_a_consumer_is_ready_when_its_tables_are_published(
+    postgres_url: str, tmp_path: Any
+) -> None:
+    app, seen = new(), asyncio.Queue[Transaction | Reset]()
+    pg = app.postgres(postgres_url, state_dir=tmp_path, stream_id="app")
+    app.consumer(pg, "search", tables=["orders"], after="postgres")(seen.put)
+
+    @app.component(after=["consumer-search"])
+    async def writer(ctx: ComponentContext) -> None:
+        async with pg.connection() as conn:
+            await conn.execute("insert into orders values (1)")
+
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("create table orders (id int primary key)")
+        conn.execute("begin; lock table orders in exclusive mode")
+        async with app, asyncio.timeout(LIMIT):
+            await pg.wait_until_active()
+            with pytest.raises(TimeoutError):
+                await app.ready(0.5)
+            sentence = app._running().view.sentence()
+            assert "consumer-search is starting: its tables are not published yet" in sentence
+            conn.execute("commit")
+            while isinstance(txn := await seen.get(), Reset):
+                pass
+            assert [change.new and change.new["id"] for change in txn] == [1]
+
+
+async def test_a_consumer_that_fails_is_ready_when_it_has_handled_the_transaction(
+    postgres_url: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored.app._component.PROVEN", 0.0)
+    app, states, calls = new(), list[str](), 0
+    pg = app.postgres(postgres_url, state_dir=tmp_path, stream_id="app")
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("create table orders (id int primary key)")
+
+    @app.consumer(pg, "search", tables=["orders"])
+    async def index(txn: Transaction | Reset) -> None:
+        nonlocal calls
+        calls += 1
+        await asyncio.sleep(0.05)
+        states.append(app._running().view.parts()["consumer-search"])
+        if calls < 3:
+            raise OSError("search is down")
+
+    async with app, asyncio.timeout(LIMIT):
+        await app.ready()
+        async with pg.connection() as conn:
+            await conn.execute("insert into orders values (1)")
+        await until(app, "starting")
+        await app.ready()
+        assert states == ["active", "starting", "starting"]
+        assert "handled 1 transaction" in app.explain("consumer-search")
 
 
 async def test_a_broker_reads_the_outbox_of_a_pool(postgres_url: str) -> None:
@@ -555,6 +610,49 @@ async def test_a_pool_leaves_nothing_behind(postgres_url: str) -> None:
     db = app.pool(postgres_url, max_size=2)
     async with running_app(app), db.connection() as conn:
         assert await (await conn.execute("select 1")).fetchone() == (1,)
+
+
+async def test_lost_sessions_are_explained_after_they_are_back() -> None:
+    app, server = new(), DemoServer()
+    accounts = app.sessions(name="chat", backoff=Backoff(0.01, 0.01))
+
+    async def online(*profiles: str) -> None:
+        for profile in profiles:
+            await accounts.via(profile).connect(LIMIT)
+
+    async def outages(number: int) -> list[dict[str, Any]]:
+        assert app.service is not None
+        async with asyncio.timeout(LIMIT):
+            while True:
+                found = app.service.view.outages()
+                if len(found) == number and found[0]["lasted"] is not None:
+                    return found
+                await asyncio.sleep(0.05)
+
+    async with running_app(app, timeout=LIMIT):
+        for profile in "abcd":
+            await accounts.connect(profile, Demo(server), timeout=LIMIT)
+        server.cut()  # back before the next look at their health
+        (incident,) = await outages(1)
+        assert incident["parts"] == {"chat": "degraded"}
+        assert "4 links lost: the peer has aborted the connection" in incident["because"][0]
+        await online(*"abcd")
+        assert "lost     4 links" in app.explain("chat")
+        assert "offline: the peer has aborted" in app.explain("chat/a")
+
+        server.take_over("b")  # one of four: not an incident of the part
+        await until_offline(accounts.via("b"))
+        await online("b")
+        assert "1 link" in app.explain("chat")
+        assert "connected from elsewhere" in app.explain("chat")
+        assert "offline: connected from elsewhere" in app.explain("chat/b")
+        assert len(await outages(1)) == 1
+
+
+async def until_offline(session: Any) -> None:
+    async with asyncio.timeout(LIMIT):
+        while session.state != "offline/refused":  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 async def test_the_state_of_an_app_does_not_grow_with_its_sessions() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -12,7 +13,7 @@ from typing import Any, Protocol
 from moored.broker import Broker, BrokerApp
 from moored.broker.postgres import OutboxEvents
 from moored.broker.prometheus import BrokerCollector
-from moored.kernel import Child, Clock, Context, Tree, counted, describe
+from moored.kernel import Child, Clock, Context, Tree, counted, describe, duration
 from moored.leases import Leases
 from moored.leases.prometheus import LeasesCollector
 from moored.postgres import Outbox, Postgres
@@ -26,7 +27,7 @@ from moored.service import (
     Wiring,
     broker_health,
 )
-from moored.sessions import Sessions
+from moored.sessions import LastLoss, Sessions
 from moored.sessions.prometheus import SessionsCollector
 
 from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
@@ -36,6 +37,8 @@ from ._sessions_routes import SESSIONS_PATH, sessions_routes
 RECONNECTING = 3.0
 #: Sessions in the tree: there may be thousands.
 SHOWN_SESSIONS = 5
+#: Reasons for lost links in an explanation.
+SHOWN_REASONS = 3
 
 __all__ = [
     *("broker_part", "leases_part", "pool_part", "postgres_part", "sessions_part"),
@@ -102,21 +105,27 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
 
     few_since: float | None = None
     most_online = 0
+    last_look = 0.0
 
     def states() -> Counter[str]:
         return Counter(each.state for each in sessions)
 
     def judge() -> Judgement:
-        nonlocal few_since, most_online
+        nonlocal few_since, most_online, last_look
         now, online = Clock.current().monotonic(), states()["online"]
         most_online = min(most_online, len(sessions))
+        lost, last_look = _losses(sessions, last_look), now
+        if lost and len(lost) >= len(sessions) / 2:
+            few_since = -math.inf  # at once, even if they are online again
         # A new maximum is the progress of a first sign-in, which may take minutes.
-        if online > most_online or online >= len(sessions) / 2:
+        elif online > most_online or online >= len(sessions) / 2:
             few_since, most_online = None, max(online, most_online)
         else:
             few_since = few_since or now
         late = few_since is not None and now - few_since > RECONNECTING
         text = f"{counted(len(sessions), 'session')}, {online} online"
+        if late and lost:
+            text += f"; {counted(len(lost), 'link')} lost: {lost[0].reason}"
         return ("degraded" if late else "active"), text
 
     def costs() -> dict[str, int]:
@@ -132,7 +141,15 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         more = (Tree(f"{rest} more", "running", 0.0),) if rest > 0 else ()
         return replace(whole, children=(*whole.children[:SHOWN_SESSIONS], *more))
 
-    shown = Shown(lambda: {"states": states(), "totals": sessions.totals()}, tree=tree, costs=costs)
+    def explain() -> str:
+        losses = _described(_losses(sessions), Clock.current().monotonic())
+        lines = [f"  lost     {each}" for each in losses]
+        if lines and (cost := +Counter(costs())):
+            counts = ", ".join(f"{name}: {number}" for name, number in cost.items())
+            lines.append(f"  cost     {counts}, since the start")
+        return "\n".join(lines)
+
+    shown = Shown(lambda: {"states": states(), "totals": sessions.totals()}, explain, tree, costs)
     return system_part(
         entry,
         "sessions",
@@ -142,6 +159,23 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         collector=lambda: SessionsCollector(sessions),
         mounts={f"{SESSIONS_PATH}/{entry.name}": sessions_routes(sessions)},
     )
+
+
+def _losses(sessions: Sessions, since: float = 0.0) -> list[LastLoss]:
+    """Return the last loss of each session that has lost a link, the newest first."""
+    found = [loss for each in sessions if (loss := each.last_loss) and loss.at >= since]
+    return sorted(found, key=lambda loss: loss.at, reverse=True)
+
+
+def _described(losses: Sequence[LastLoss], now: float) -> Iterator[str]:
+    """Yield the losses by their reason, the newest reason first."""
+    for reason in list(dict.fromkeys(each.reason for each in losses))[:SHOWN_REASONS]:
+        same = [each for each in losses if each.reason == reason]
+        longest = max(now - each.at if each.lasted is None else each.lasted for each in same)
+        yield (
+            f"{counted(len(same), 'link')} {duration(now - same[0].at)} ago, "
+            f"for at most {duration(longest)}: {reason}"
+        )
 
 
 def leases_part(entry: PartEntry, leases: Leases) -> Part:

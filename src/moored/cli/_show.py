@@ -108,7 +108,7 @@ def show_explanation(console: Console, explanation: Mapping[str, Any]) -> None:
     console.print(Text(explanation["component"], "bold"))
     for line in str(explanation["explanation"]).splitlines():
         text = Text(line)
-        text.highlight_regex(r"^  (because|before|then|so|known|cost) ", "cyan")
+        text.highlight_regex(r"^  (because|before|then|so|known|cost|lost) ", "cyan")
         console.print(text)
 
 

@@ -75,6 +75,7 @@ from ._session import Session
 from ._session_via import SessionVia
 from ._sessions import Sessions
 from .events import EventStream, retrying
+from .link import LastLoss
 from .sending import (
     Acked,
     MemoryRetryCache,
@@ -96,6 +97,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Sessions
     "ConnectionUpdate",
     "EventStream",
+    "LastLoss",
     "Session",
     "SessionVia",
     "Sessions",

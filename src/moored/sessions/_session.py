@@ -21,6 +21,7 @@ from .sending import Acked, Outcome, Submitted, error_of
 
 if TYPE_CHECKING:
     from ._runtime import SessionRuntime
+    from .link import LastLoss
     from .storage import Records
 
 __all__ = ["AnyHow", "How", "Session", "WaitingHow"]
@@ -343,6 +344,11 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     def generation(self) -> int:
         """The number of the current link."""
         return self._runtime.core.generation
+
+    @property
+    def last_loss(self) -> LastLoss | None:
+        """When and why the session lost a link that was ready, and for how long; or None."""
+        return self._runtime.core.last_loss
 
     @property
     def fence(self) -> int | None:

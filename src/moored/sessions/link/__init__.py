@@ -2,7 +2,7 @@
 
 from ._closing_links import ClosingLinks
 from ._connection import Connection
-from ._core import CHART, SessionCore
+from ._core import CHART, LastLoss, SessionCore
 from ._credentials import Credentials, CredentialsProvider
 from ._link import Link
 from ._offline_server import OfflineServer
@@ -13,6 +13,7 @@ __all__ = [
     "Connection",
     "Credentials",
     "CredentialsProvider",
+    "LastLoss",
     "Link",
     "OfflineServer",
     "SessionCore",

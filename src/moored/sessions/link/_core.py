@@ -17,11 +17,11 @@ import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from moored.kernel import Backoff, BackoffExhausted, Chart, Generation, Machine
+from moored.kernel import Backoff, BackoffExhausted, Chart, Generation, Machine, duration
 
 from .._protocol import CloseClass
 
-__all__ = ["CHART", "DialNow", "SessionCore", "Wait"]
+__all__ = ["CHART", "DialNow", "LastLoss", "SessionCore", "Wait"]
 
 #: Seconds after which a link counts as working, so that the backoff begins anew.
 PROVEN = 5.0
@@ -71,6 +71,16 @@ class Wait(NamedTuple):
     until: float
 
 
+class LastLoss(NamedTuple):
+    """The last loss of a link that was ready."""
+
+    #: When, in monotonic seconds.
+    at: float
+    reason: str
+    #: Seconds until the session was online again; None while it is not.
+    lasted: float | None = None
+
+
 @dataclass(slots=True, eq=False, repr=False)
 class SessionCore:
     """The connection state of one session."""
@@ -82,6 +92,7 @@ class SessionCore:
     #: Why the session was last offline; unlike `why`, kept while it is online.
     last_kind: CloseClass | None = None
     last_reason: str = ""
+    last_loss: LastLoss | None = None
     # Whether the dial of this generation has begun.
     _begun: bool = False
     _due_at: float = 0.0
@@ -149,7 +160,11 @@ class SessionCore:
             return False
         self._online_at = now
         self._onlines += 1
-        self.machine.move("online", cause=f"link {generation} is ready")
+        before = ""
+        if (loss := self.last_loss) is not None and loss.lasted is None:
+            self.last_loss = loss._replace(lasted=now - loss.at)
+            before = f", after {duration(now - loss.at)} offline: {loss.reason}"
+        self.machine.move("online", cause=f"link {generation} is ready{before}")
         return True
 
     def lost(
@@ -198,6 +213,8 @@ class SessionCore:
 
     def _link_ended(self, now: float) -> None:
         proven = self._online_at is not None and now - self._online_at >= PROVEN
+        if self._online_at is not None:
+            self.last_loss = LastLoss(now, self.last_reason)
         self._online_at = None
         if proven:
             self.backoff.succeed()
