@@ -82,3 +82,30 @@ async def test_a_partition_whose_changes_lack_the_key_is_refused(
             assert isinstance(await item_of(follow), Reset)
             ids = await column(sql, "select id from part_2")
             assert await copied(follow) == sorted(ids)
+
+
+async def test_a_table_whose_changes_are_published_in_part_is_not_followed(
+    make: MakePostgres, sql: Sql
+) -> None:
+    await sql.execute("create publication some_rows for table orders where (id > 5)")
+    await sql.execute("create publication some_columns for table orders (id, name)")
+    await sql.execute(
+        "create table sums (id int primary key, twice int generated always as (id * 2) stored); "
+        "create publication not_generated for table sums"
+    )
+
+    async def refused(table: str, publication: str, why: str, **fitting: Any) -> None:
+        async with make(
+            manual_publication=True, publication=publication, stream_id=publication
+        ) as pg:
+            async with pg.follow(table, consumer="c") as follow:
+                with pytest.raises(ConfigurationError, match=why):
+                    await item_of(follow)
+            if fitting:
+                async with pg.follow(table, consumer="d", **fitting) as follow:
+                    assert isinstance(await item_of(follow), Rows)
+            await pg.drop()
+
+    await refused("orders", "some_rows", "row filter.*publication_filters")
+    await refused("orders", "some_columns", r"leaves out.*\(price\)", columns=["name"])
+    await refused("sums", "not_generated", r"\(twice\).*publish_generated", where="id > 0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, NamedTuple
 from uuid import UUID
@@ -64,7 +64,9 @@ SELECT c.oid, n.nspname::text, c.relname::text, c.relkind::text, pg_is_in_recove
      AND c.relkind = 'p' AND NOT EXISTS (
        SELECT 1 FROM pg_partition_tree(k.indexrelid) x JOIN pg_index i ON i.indexrelid = x.relid
        WHERE i.indrelid = leaf.oid
-         AND CASE leaf.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END))
+         AND CASE leaf.relreplident WHEN 'i' THEN i.indisreplident ELSE i.indisprimary END)),
+  (SELECT to_jsonb(t) FROM pg_publication_tables t
+   WHERE t.pubname = %(publication)s AND t.schemaname = n.nspname AND t.tablename = c.relname)
 FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 LEFT JOIN pg_index k ON k.indrelid = c.oid AND k.indisvalid AND k.indimmediate
   AND CASE c.relreplident WHEN 'i' THEN k.indisreplident ELSE k.indisprimary END
@@ -299,7 +301,7 @@ async def describe_table(
         raise ConfigurationError(
             f"the table {name} does not exist, or this role may not use its schema"
         )
-    oid, schema, plain, kind, standby, estimated, index, published, leaf = row
+    oid, schema, plain, kind, standby, estimated, index, published, leaf, entry = row
     if standby:
         raise ConfigurationError(
             "snapshots need the primary server, and database_url leads to a standby"
@@ -323,6 +325,7 @@ async def describe_table(
     key = tuple(places[place] for place in sorted(places))
     chosen = {each[0] for each in listed} if columns is None else {*columns}
     chosen |= {each.name for each in key}
+    copied = tuple(each[0] for each in listed if each[0] in chosen)
     if where is not None and not key:
         raise ConfigurationError(f"where: {schema}.{plain} needs a primary key for it")
     return SourceTable(
@@ -330,7 +333,7 @@ async def describe_table(
         schema=schema,
         name=plain,
         estimated=estimated,
-        columns=tuple(each[0] for each in listed if each[0] in chosen),
+        columns=copied,
         key=key,
         where=where,
         partitioned=kind == "p",
@@ -341,7 +344,8 @@ async def describe_table(
             "" if published is None else _digest(published),
         ),
         marker=marker,
-        problem=_problem(f"{schema}.{plain}", key, leaf),
+        problem=_problem(f"{schema}.{plain}", key, leaf)
+        or _filtered(f"{schema}.{plain}", entry or {}, copied if where is None else ()),
     )
 
 
@@ -360,6 +364,26 @@ def _problem(name: str, key: Sequence[KeyColumn], leaf: str | None) -> str | Non
         return (
             f"{name} cannot be followed by its key: its partition {leaf} has another replica "
             f"identity, so its changes lack the key; run ALTER TABLE {leaf} REPLICA IDENTITY FULL"
+        )
+    return None
+
+
+def _filtered(name: str, entry: Mapping[str, Any], columns: Sequence[str]) -> str | None:
+    """Return what is missing in the changes of a table, by its row of pg_publication_tables.
+
+    :param columns: those that the changes must have.
+    """
+    # PostgreSQL 14 has neither of the two columns.
+    if entry.get("rowfilter") is not None:
+        return (
+            f"{name} is published with a row filter, so changes of its other rows are missing: "
+            "`moored doctor URL` prints the statements that remove it (publication_filters)"
+        )
+    if lost := [each for each in columns if each not in entry.get("attnames", columns)]:
+        return (
+            f"the publication leaves out columns of {name} ({', '.join(lost)}): name the other "
+            "ones in columns=, or publish these (`moored doctor URL`: publication_filters; for "
+            "generated columns, set publish_generated_columns = stored)"
         )
     return None
 
