@@ -21,7 +21,7 @@ from moored.app import App, AppError, ComponentContext
 from moored.broker import ApiKeys, LiveEvent, MemorySource
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Backoff
-from moored.postgres import Outbox, Reset, Transaction
+from moored.postgres import Health, Outbox, Reset, Transaction
 from moored.rpc import ChannelError
 from moored.service import Config, Part, ServiceError
 from moored.testing import AppLeaked, running_app
@@ -331,11 +331,11 @@ async def test_a_consumer_is_ready_when_its_tables_are_published(
         conn.execute("create table orders (id int primary key)")
         conn.execute("begin; lock table orders in exclusive mode")
         async with app, asyncio.timeout(LIMIT):
-            await pg.wait_until_active()
-            with pytest.raises(TimeoutError):
-                await app.ready(0.5)
-            sentence = app._running().view.sentence()
-            assert "consumer-search is starting: its tables are not published yet" in sentence
+            monitor, why = app._running().monitor, "starting: its tables are not published yet"
+            await monitor.wait_until(
+                lambda _: monitor.conditions()["consumer-search_ready"].detail == why
+            )
+            assert pg.health is Health.ACTIVE
             conn.execute("commit")
             while isinstance(txn := await seen.get(), Reset):
                 pass

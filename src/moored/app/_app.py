@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Self, overload
 
@@ -23,7 +24,7 @@ from moored.service import (
 
 from ._asgi import AppEndpoint
 from ._component import Handle, Run, component_part, consumer_part
-from ._parts import PartEntry
+from ._parts import Judgement, PartEntry
 
 if TYPE_CHECKING:
     from moored.broker import Authenticator, Broker
@@ -78,7 +79,8 @@ class App:
         self.recorder = recorder or Recorder()
         self._config = config
         self._parts: dict[str, Part] = {}
-        self._streams: list[Postgres] = []
+        #: The names of the parts that stream changes.
+        self._streams: dict[Postgres, str] = {}
         self._service: Service | None = None
         self._stack: AsyncExitStack | None = None
         #: The HTTP app: health, status, explanations, metrics and the page. Mount it at any path.
@@ -127,7 +129,7 @@ class App:
         _check_url(name, url)
         pg = Postgres(url, recorder=self.recorder, **options)
         self._add(postgres_part(entry, pg))
-        self._streams.append(pg)
+        self._streams[pg] = entry.name
         return pg
 
     def channel(
@@ -262,7 +264,8 @@ class App:
         def add(run: Run) -> Run:
             entry = self._entry(name or _name_of(run), required, after)
             _check_async(entry.name, run)
-            self._add(component_part(entry, run, once=once, shutdown=shutdown))
+            assumed: Judgement = ("starting", "it runs") if once else ("active", "")
+            self._add(component_part(entry, run, assumed=assumed, shutdown=shutdown))
             return run
 
         return add if run is None else add(run)
@@ -280,7 +283,8 @@ class App:
         """Call the decorated function for each transaction, and acknowledge it when it returns.
 
         It also gets each `Reset`. If it fails, it is called again with the same transaction, after
-        a pause.
+        a pause. The consumer comes after its Postgres, and is ready when its tables are published:
+        a part that comes after it finds each of its own changes delivered.
         """
 
         if pg not in self._streams:
@@ -291,6 +295,7 @@ class App:
 
         def add(handle: Handle) -> Handle:
             entry = self._entry(name or f"consumer-{consumer}", required, after)
+            entry = replace(entry, after=tuple(dict.fromkeys((self._streams[pg], *entry.after))))
             _check_async(entry.name, handle)
             self._add(consumer_part(entry, pg, consumer, tables, handle))
             return handle

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
@@ -10,8 +11,8 @@ from typing import Any, TypeAlias
 
 from prometheus_client.registry import Collector
 
-from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder, counted
-from moored.postgres import Health, Postgres, Reset, Transaction
+from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder, counted, first_of
+from moored.postgres import Changes, Health, Postgres, Reset, Transaction
 from moored.service import Part, Status, Wiring
 
 from ._parts import RETRY, Judgement, PartEntry, Shown, listed
@@ -112,8 +113,13 @@ class ComponentContext:
         return f"<ComponentContext {self.path} generation {self.generation}>"
 
 
-def component_part(entry: PartEntry, run: Run, *, once: bool, shutdown: float) -> Part:
-    """Return a part that runs a coroutine of the user's."""
+def component_part(
+    entry: PartEntry, run: Run, *, assumed: Judgement | None, shutdown: float
+) -> Part:
+    """Return a part that runs a coroutine of the user's.
+
+    :param assumed: its health once it runs, unless it reports its own; None if it always does.
+    """
 
     def build(wiring: Wiring) -> Sequence[Child]:
         async def supervised(ctx: Context) -> None:
@@ -122,14 +128,12 @@ def component_part(entry: PartEntry, run: Run, *, once: bool, shutdown: float) -
                 ctx.started()
             with ExitStack() as stack, entry.failing(wiring):
                 given = ComponentContext(ctx, wiring, entry, stack)
-                # Not before its first step, in which it may report another health. After a failure,
-                # that failure is its health until it has proven to work.
-                health: Judgement = ("starting", "it runs") if once else ("active", "")
-                loop, assume = asyncio.get_running_loop(), partial(given._assume, *health)
-                first = ctx.generation == 1
-                stack.callback(
-                    (loop.call_soon(assume) if first else loop.call_later(PROVEN, assume)).cancel
-                )
+                if assumed is not None:
+                    # Not before its first step, in which it may report another health. After a
+                    # failure, that failure is its health until it has proven to work.
+                    loop, first = asyncio.get_running_loop(), ctx.generation == 1
+                    call = loop.call_soon if first else partial(loop.call_later, PROVEN)
+                    stack.callback(call(partial(given._assume, *assumed)).cancel)
                 await run(given)
             wiring.health(entry.name, "active", "it has finished")
 
@@ -142,9 +146,14 @@ def component_part(entry: PartEntry, run: Run, *, once: bool, shutdown: float) -
 def consumer_part(
     entry: PartEntry, pg: Postgres, consumer: str, tables: Iterable[str], handle: Handle
 ) -> Part:
-    """Return a part that calls a function for each transaction, and then acknowledges it."""
+    """Return a part that calls a function for each transaction, and then acknowledges it.
+
+    It is ready when its tables are published: earlier changes are not received. After a failure of
+    the function, it is ready when the function has handled the same item.
+    """
     wanted = [tables] if isinstance(tables, str) else list(tables)
     handled = resets = 0
+    in_hand = False
     last: str | None = None
 
     def explain() -> str:
@@ -160,17 +169,35 @@ def consumer_part(
             lines.append(f"the stream is {pg.health.value}")
         return "\n".join(f"  because  {each}" for each in lines)
 
+    async def consume(ctx: ComponentContext, items: Changes) -> None:
+        nonlocal handled, resets, last, in_hand
+        async for item in items:
+            in_hand = True
+            await handle(item)
+            if isinstance(item, Reset):
+                resets += 1
+            else:
+                await item.ack()
+                handled, last = handled + 1, str(item.position)
+            in_hand = False
+            ctx.healthy()
+
+    async def become_ready(ctx: ComponentContext) -> None:
+        if ctx.generation == 1:  # later, the last failure says more
+            ctx._wiring.health(entry.name, "starting", "its tables are not published yet")
+        if wanted:
+            await pg.wait_until_published(*wanted, timeout=math.inf)
+        else:
+            await pg.wait_until_active()
+        ctx.healthy()
+        await asyncio.Event().wait()
+
     async def run(ctx: ComponentContext) -> None:
-        nonlocal handled, resets, last
         ctx.show(lambda: {"transactions": handled, "resets": resets, "acknowledged": last}, explain)
         async with aclosing(pg.changes(consumer, tables=wanted)) as items:
-            async for item in items:
-                await handle(item)
-                if isinstance(item, Reset):
-                    resets += 1
-                else:
-                    await item.ack()
-                    handled, last = handled + 1, str(item.position)
-                ctx.healthy()
+            if in_hand:  # the function has failed, and gets the same item again
+                await consume(ctx, items)
+            else:
+                await first_of(consume(ctx, items), become_ready(ctx))
 
-    return component_part(entry, run, once=False, shutdown=30.0)
+    return component_part(entry, run, assumed=None, shutdown=30.0)
