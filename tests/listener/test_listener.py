@@ -16,7 +16,7 @@ from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import empty_database, require_server
 
 from moored.embedded import SyncEmbeddedPostgres
-from moored.kernel import WaitTimeout
+from moored.kernel import Condition, WaitTimeout
 from moored.postgres import ConfigurationError, Health, PostgresError
 from moored.postgres.listen import Gap, Listener, Notification, PoolerRefused
 from moored.postgres.listen._direct import direct_conninfo
@@ -200,6 +200,21 @@ async def test_an_outage_of_the_pooler_does_not_touch_notifications(direct: str)
             assert "the pooled path does not work" in listener.explain()
     finally:
         await listener.close()
+
+
+async def test_no_canary_is_sent_while_the_pooled_path_is_closed_on_purpose(direct: str) -> None:
+    listener, waiting = Listener(direct, notify_through=direct, canary_every=0.05), True
+    listener.stands_by = lambda: waiting
+
+    def canary() -> Condition:
+        return listener.monitor.conditions()["canary"]
+
+    async with listener:
+        await listener.monitor.wait_until(lambda _: bool(canary().detail), LIMIT)
+        assert not canary().met
+        assert "no canary is sent while this instance stands by" in listener.explain()
+        waiting = False
+        await listener.monitor.wait_until(lambda _: canary().met, LIMIT)
 
 
 async def test_a_lost_canary_ends_the_connection(direct: str, bouncer: str) -> None:

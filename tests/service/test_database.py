@@ -343,10 +343,13 @@ async def test_a_second_instance_waits_and_names_the_lock_holder(
                 f"when backend {holder['pid']} releases the lock. To stream in parallel, choose "
                 "another stream_id"
             )
+            assert second.pg.listener is not None
+            assert second.pg.listener.stands_by()
             assert any("standing by" in said and str(holder["pid"]) in said for said in second.said)
             await first.pg.close()  # as the end of the other process would
             await second.until("active")
             assert (await second.stream())["lock"] == {"held": True, "holder": None}
+            assert not second.pg.listener.stands_by()
 
 
 @pytest.mark.parametrize(

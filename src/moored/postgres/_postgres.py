@@ -215,6 +215,7 @@ class Postgres:
             clock=self.clock,
             recorder=self.recorder,
         )
+        listener.stands_by = lambda: self.monitor.status().health is Health.WAITING
         if self.notify_url is not None:
             listener.on_refused = lambda error: self._fail(str(error))
         return listener

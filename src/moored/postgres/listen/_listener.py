@@ -99,6 +99,8 @@ class Listener:
         self.on_refused: Callable[[ConfigurationError], None] = lambda error: None
         #: Called by the first subscription, if the listener was not opened before: starts it.
         self.on_first_use: Callable[[], Awaitable[object]] | None = None
+        #: Returns whether the pooled path is closed on purpose, so that no canary can be sent.
+        self.stands_by: Callable[[], bool] = lambda: False
         self._url = url
         self._pooled = None if notify_through is None else PooledPath(notify_through)
         self._heartbeat = heartbeat
@@ -390,11 +392,12 @@ class Listener:
         """Send a canary through the pooled path at each interval; raise if one is lost."""
         while True:
             began = self._clock.monotonic()
-            failure = await self._canary.send(direct)
-            if failure is None:
-                self.monitor.set("canary", owner="nobody")
-            else:
+            if self.stands_by():
+                self.monitor.clear("canary", "no canary is sent while this instance stands by")
+            elif (failure := await self._canary.send(direct)) is not None:
                 self.monitor.clear("canary", f"the pooled path does not work: {failure}")
+            else:
+                self.monitor.set("canary", owner="nobody")
             await sleep_until(began + every, self._clock)
 
     # -- outcomes ------------------------------------------------------------------------------
