@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
 
-from moored.postgres import ConfigurationError, PostgresError, Reset, Rows
+from moored.postgres import ConfigurationError, Follow, PostgresError, Reset, Rows, Transaction
 
 from .orders import LIMIT, ROWS, column, copied, item_of
 
@@ -109,3 +109,42 @@ async def test_a_table_whose_changes_are_published_in_part_is_not_followed(
     await refused("orders", "some_rows", "row filter.*publication_filters")
     await refused("orders", "some_columns", r"leaves out.*\(price\)", columns=["name"])
     await refused("sums", "not_generated", r"\(twice\).*publish_generated", where="id > 0")
+
+
+async def test_rows_that_come_or_go_with_a_partition_begin_the_copy_again(
+    make: MakePostgres, sql: Sql
+) -> None:
+    """And a partition that is created empty does not, nor do partitions end a plain stream."""
+    await sql.execute(
+        "create table parts (id int primary key) partition by range (id); "
+        "create table part_1 partition of parts for values from (0) to (20); "
+        "create table part_2 partition of parts for values from (20) to (100); "
+        "insert into parts select generate_series(1, 39)"
+    )
+
+    async def begun_again(follow: Follow, partition: str, copy: list[int]) -> None:
+        reset = await item_of(follow)
+        assert isinstance(reset, Reset), reset
+        assert f"({partition})" in reset.reason
+        assert await copied(follow) == copy
+
+    async with make(check_every=0.2) as pg, pg.changes("plain", tables=["parts"]) as plain:
+        async with pg.follow("parts", consumer="c") as follow:
+            assert await copied(follow) == list(range(1, 40))
+            await sql.execute("create table part_3 partition of parts default")
+            await sql.execute("insert into parts values (100)")
+            await (await item_of(follow)).ack()
+            await sql.execute("alter table parts detach partition part_1")
+            await begun_again(follow, "part_1", [*range(20, 40), 100])
+            await sql.execute(
+                "alter table parts attach partition part_1 for values from (0) to (20)"
+            )
+            await begun_again(follow, "part_1", [*range(1, 40), 100])
+        await sql.execute("drop table part_2")
+        async with pg.follow("parts", consumer="c") as follow:
+            await begun_again(follow, "part_2", [*range(1, 20), 100])
+        await sql.execute("insert into parts values (101)")
+        for number in (100, 101):
+            txn = await asyncio.wait_for(anext(plain), LIMIT)
+            assert isinstance(txn, Transaction)
+            assert [change.new for change in txn] == [{"id": number}]

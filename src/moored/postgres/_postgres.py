@@ -405,6 +405,7 @@ class Postgres:
         changes = self.changes(
             consumer, tables=[table], start=None if start is None else start.position
         )
+        changes.copied = True
         return Follow(
             changes,
             self._hub,

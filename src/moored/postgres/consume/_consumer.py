@@ -140,6 +140,8 @@ class Changes:
         self.tables = tables
         #: Those that are not published yet: locked by other sessions, dropped or renamed.
         self.unpublished: list[str] = []
+        #: Whether it continues a copy: then it is reset if partitions add or remove rows.
+        self.copied = False
         self._names = {each: parse_table(each) for each in tables}
         self._queue: deque[Transaction | Reset] = deque()
         self._bytes = 0

@@ -63,6 +63,13 @@ SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.rel
       CASE a.atttypid WHEN 'numeric'::regtype THEN a.atttypmod ELSE -1 END,
       a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{}')
    FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
+  (SELECT coalesce(json_object_agg(t.relid::oid || '/' || i.xmin, json_build_array(
+      t.relid::text, CASE WHEN i.xmin <> a.xmin THEN (
+        SELECT sum(pg_relation_size(s.relid)) > 0 FROM pg_partition_tree(t.relid) s)
+      ELSE false END)), '{}')
+   FROM pg_partition_tree(c.oid) t JOIN pg_inherits i ON i.inhrelid = t.relid
+   JOIN pg_attribute a ON a.attrelid = t.relid AND a.attnum = -1  -- as old as the partition
+   WHERE t.relid <> c.oid),
   pg_current_wal_insert_lsn()::text
 FROM looked l
 JOIN pg_class c ON c.oid = l.oid

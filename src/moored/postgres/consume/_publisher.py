@@ -318,6 +318,8 @@ class Publisher:
         self._hub.published.add(ready)
         if not waiting:
             now = {name: table.followed for name, table in ready.items()}
+            if not changes.copied:
+                now = {name: each._replace(partitions=None) for name, each in now.items()}
             # The consumer's new copy has all changes before this LSN. If they were delivered after
             # the copy, a change whose successor was not published would overwrite it for good.
             at = max((table.log_end for table in ready.values()), default=0)

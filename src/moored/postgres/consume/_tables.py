@@ -49,6 +49,9 @@ class Followed(NamedTuple):
     #: By their numbers in pg_attribute: name, type, modifier of a numeric, and whether it has a
     #: default.
     columns: Mapping[str, Sequence[Any]] | None = None
+    #: By their oids and the transactions that made them partitions: the name, and whether it was
+    #: created before that transaction and has rows. None for a consumer without a copy.
+    partitions: Mapping[str, Sequence[Any]] | None = None
 
     def difference(self, now: Followed) -> str | None:
         """Return why changes may have been missed between the two; None if none were."""
@@ -67,7 +70,20 @@ class Followed(NamedTuple):
                 f"ALTER TABLE has changed the rows of {table} without published changes: a column "
                 f"has another type, or was added with a default ({', '.join(rewritten)})"
             )
+        if moved := self._moved(now):
+            return (
+                f"partitions of {table} were dropped or detached, or attached with rows, without "
+                f"published changes ({', '.join(moved)})"
+            )
         return None
+
+    def _moved(self, now: Followed) -> list[str]:
+        """Return the partitions that have removed rows from the table, or added rows to it."""
+        before, after = self.partitions, now.partitions
+        if before is None or after is None:
+            return []
+        gone = [name for key, (name, _) in before.items() if key not in after]
+        return gone + [name for key, (name, full) in after.items() if full and key not in before]
 
     def _rewritten(self, now: Followed) -> list[str]:
         """Return the columns whose values are others than before, also in unchanged rows."""
@@ -114,6 +130,7 @@ class Table(NamedTuple):
     complete: bool
     via_root: bool
     columns: Mapping[str, Sequence[Any]]
+    partitions: Mapping[str, Sequence[Any]]
     #: The end of the WAL at the time of the query.
     log_end: Lsn
 
@@ -121,7 +138,13 @@ class Table(NamedTuple):
     def followed(self) -> Followed:
         """What a consumer follows from now on."""
         return Followed(
-            self.oid, self.schema, self.name, self.member, self.publication, self.columns
+            self.oid,
+            self.schema,
+            self.name,
+            self.member,
+            self.publication,
+            self.columns,
+            self.partitions,
         )
 
     @property
