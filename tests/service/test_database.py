@@ -350,6 +350,8 @@ async def test_a_second_instance_waits_and_names_the_lock_holder(
             await second.until("active")
             assert (await second.stream())["lock"] == {"held": True, "holder": None}
             assert not second.pg.listener.stands_by()
+            assert f"PostgreSQL: taking over the stream from backend {holder['pid']}" in second.said
+            assert second.service.view.outages() == [], "a take-over is no outage"
 
 
 @pytest.mark.parametrize(

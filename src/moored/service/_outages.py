@@ -37,14 +37,15 @@ class _Outage:
     #: The worst health in this time.
     state: Status
     lasted: float | None = None
+    #: Set at the end of the incident: the recorder drops old events.
+    causes: list[str] = field(default_factory=list)
 
 
 @dataclass
 class _Incident:
     costs_before: Counter[str]
     outages: dict[str, _Outage] = field(default_factory=dict)
-    #: Set at the end: the recorder drops old events.
-    causes: list[str] = field(default_factory=list)
+    #: Set at the end.
     costs: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -96,7 +97,7 @@ class PartOutages:
                 self._count(now)
         elif outage:
             outage.state, outage.lasted = worst((outage.state, state)), None
-        elif before in WORKING:
+        elif before in WORKING and (before, state) != ("waiting", "starting"):  # not a take-over
             if incident is None:
                 incident = _Incident(self._counted[0][1] if self._counted else self._costs())
                 self._incidents.append(incident)
@@ -109,7 +110,7 @@ class PartOutages:
                 "parts": {part: each.state for part, each in incident.outages.items()},
                 "wall": incident.first.wall,
                 "lasted": incident.lasted,
-                "because": self._causes(incident),
+                "because": self._all_causes(incident),
                 "cost": self._cost(incident),
             }
             for incident in reversed(self._incidents)
@@ -129,7 +130,7 @@ class PartOutages:
             how = "was degraded" if outage.state == "degraded" else "did not work"
             lasted = duration(outage.lasted)
             yield f"  before   {part} {how} for {lasted}, from {_time(outage.wall)} to {end}"
-        for words in self._causes(incident):
+        for words in self._causes(incident, part) or [outage.detail]:
             yield f"  because  {words}"
         if cost := self._cost(incident):
             yield f"  cost     {', '.join(f'{name}: {number}' for name, number in cost.items())}"
@@ -143,29 +144,38 @@ class PartOutages:
 
     def _conclude(self, incident: _Incident) -> None:
         if incident.over:
-            incident.causes, order = self._failures(incident), self._order()
+            order = self._order()
             parts = sorted(incident.outages, key=lambda part: order.get(part, len(order)))
             incident.outages = {part: incident.outages[part] for part in parts}
+            for part in parts:
+                incident.outages[part].causes = self._failures(incident, part)
             incident.costs = dict(self._costs() - incident.costs_before)
             self._counted.clear()
 
     def _cost(self, incident: _Incident) -> dict[str, int]:
         return incident.costs if incident.over else dict(self._costs() - incident.costs_before)
 
-    def _causes(self, incident: _Incident) -> list[str]:
-        found = incident.causes if incident.over else self._failures(incident)
-        return found or [incident.first.detail]
+    def _all_causes(self, incident: _Incident) -> list[str]:
+        found = (words for part in incident.outages for words in self._causes(incident, part))
+        return list(dict.fromkeys(found))[:MAX_CAUSES] or [incident.first.detail]
 
-    def _failures(self, incident: _Incident) -> list[str]:
+    def _causes(self, incident: _Incident, part: str) -> list[str]:
+        return incident.outages[part].causes if incident.over else self._failures(incident, part)
+
+    def _failures(self, incident: _Incident, part: str) -> list[str]:
         """Return the first failure of each component, in the order in which they are started.
 
-        A failure that has passed on to other components is listed once.
+        Without those after the outage of the part has begun, and those of parts that are started
+        after it. A failure that has passed on to other components is listed once.
         """
-        first: dict[str, Event] = {}
+        order, first = self._order(), dict[str, Event]()
+        begin, end = incident.first.at - BEFORE, incident.outages[part].at + BEFORE
+        own = [order[name] for name in order if name == part or name.startswith(f"{part}/")]
+        later = {name for name, place in order.items() if own and place > max(own)}
         for event in self._recorder.events():
-            if event.kind == "failure" and event.at >= incident.first.at - BEFORE:
+            in_time = event.kind == "failure" and begin <= event.at <= end
+            if in_time and event.component not in later:
                 first.setdefault(event.component, event)
-        order = self._order()
         causes = sorted(first.values(), key=lambda each: order.get(each.component, len(order)))
         shown: dict[str, str] = {}
         for each in causes:

@@ -96,13 +96,15 @@ class ShownPostgres:
         return next(lines, "").removeprefix(because)
 
     def _report_lock_holder(self, pg: Postgres) -> None:
-        """Print a notice if another backend holds the lock, once for each holder."""
-        holder = pg.statistics()["lock"]["holder"]
-        pid = None if holder is None else holder["pid"]
-        if pid is not None and pid != self._reported_holder:
+        """Print a notice, once for each other holder of the lock, and when it is taken over."""
+        lock, reported = pg.statistics()["lock"], self._reported_holder
+        if lock["held"] and reported is not None:
+            self._wiring.say(f"PostgreSQL: taking over the stream from backend {reported}")
+            self._reported_holder = None
+        elif lock["holder"] is not None and lock["holder"]["pid"] != reported:
             why = pg.monitor.conditions()["pg_lock_acquired"].detail
             self._wiring.say(f"PostgreSQL: standing by, because {why}")
-        self._reported_holder = pid
+            self._reported_holder = lock["holder"]["pid"]
 
 
 def place_of(url: str) -> str:
