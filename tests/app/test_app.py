@@ -509,6 +509,8 @@ def test_mistakes_are_refused_when_they_are_made() -> None:
         app.pool("postgresql://localhost/y")
     with pytest.raises(AppError, match=r"after='nothing' names no part .*; there are pool"):
         app.pool("postgresql://localhost/y", name="late", after=["nothing"])
+    with pytest.raises(TypeError, match="'x' is no source of events"):
+        app.broker("x")
     with pytest.raises(AppError, match="has not been started"):
         app.tree()
     with pytest.raises(AppError, match="no '/'"):
@@ -533,7 +535,8 @@ def test_a_consumer_of_a_stream_that_the_app_does_not_open_is_refused(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "url", ["postgres//localhost/x", "http://localhost/x", "orders", "port=a b"]
+    "url",
+    ["postgres//localhost/x", "http://localhost/x", "orders", "port=a b", "postgresql://h:x/db"],
 )
 def test_a_malformed_url_is_refused_when_it_is_given(url: str) -> None:
     with pytest.raises(AppError, match="the URL of db is wrong: "):

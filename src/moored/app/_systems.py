@@ -203,6 +203,8 @@ def source_options(source: Any) -> dict[str, Any]:
     if isinstance(source, Postgres):
         raise TypeError("app.broker() takes the outbox of a Postgres: app.broker(pg.outbox)")
     if not isinstance(source, Outbox):
+        if source is not None and not hasattr(source, "events"):
+            raise TypeError(f"{source!r} is no source of events: give app.broker() pg.outbox")
         return {"source": source}
     events = OutboxEvents(source)
     return {"source": events, "replay": events}

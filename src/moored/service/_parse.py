@@ -167,13 +167,16 @@ def connection_string(value: object) -> str:
     from psycopg.conninfo import conninfo_to_dict
 
     try:
-        conninfo_to_dict(url)
+        ports = str(conninfo_to_dict(url).get("port") or "").split(",")
     except psycopg.Error as error:
         reason = str(error).strip().partition("\n")[0]
         if redacted(url) != url:
             # libpq quotes the part that it cannot parse, which may be a part of the password.
             reason = _QUOTED.sub('"…"', reason)
         raise ValueError(f"libpq cannot parse this connection string ({reason})") from None
+    for each in filter(None, ports):
+        if not (each.strip().isdecimal() and 0 < int(each) < 65536):
+            raise ValueError(f"its port {SECRETS.hide(each)!r} is not a number from 1 to 65535")
     return url
 
 
