@@ -47,6 +47,23 @@ def test_the_cause_of_an_incident_is_the_failure_of_what_was_started_first() -> 
     ]
 
 
+def test_the_cause_of_an_outage_is_no_later_failure_and_none_of_a_part_that_starts_later() -> None:
+    it = Incidents()
+    it.outages.report("db", "active", "starting", "no connection")
+    it.fail("broker", "the outbox is not installed")
+    it.outages.report("broker", "active", "degraded", "no source")
+    it.clock.advance(5)
+    it.fail("moored/server/run", "it was killed")
+    assert list(it.outages.lines("db"))[1:] == ["  because  no connection"]
+    assert list(it.outages.lines("broker"))[1:] == [
+        "  because  broker: the outbox is not installed"
+    ]
+    it.outages.report("broker", "degraded", "active", "")
+    it.outages.report("db", "starting", "active", "")
+    assert list(it.outages.lines("db"))[1:] == ["  because  no connection"]
+    assert it.outages.as_list()[0]["because"] == ["broker: the outbox is not installed"]
+
+
 def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
     it = Incidents()
     it.outages.report("db", "active", "starting", "no connection")
