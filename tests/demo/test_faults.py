@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from moored.app import App, ComponentContext
 from moored.demo import _faults
+from moored.demo._demo import DemoApp
 from moored.demo._faults import DemoFault, Faults
 from moored.demo._panel import faults_part
 from moored.service import Config
@@ -98,3 +101,15 @@ async def test_a_recovery_that_does_not_happen_is_given_up(
         (recovery,) = faults.statistics()["recoveries"]
         assert recovery["failed"] == reason
         assert recovery["healthy_after"] is None
+
+
+async def test_a_fault_that_is_impossible_now_is_refused_with_the_reason(tmp_path: Path) -> None:
+    demo = DemoApp(tmp_path)  # not started: it has no sessions
+    demo.close()
+    (app,) = faults_part(demo.faults).mounts.values()
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as asking:
+        for name in ("cut-sessions", "take-over"):
+            answer = await asking.post(f"/{name}")
+            assert answer.status_code == 409
+            assert answer.json() == {"error": "impossible", "detail": "no session is online"}

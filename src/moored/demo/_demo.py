@@ -148,6 +148,7 @@ class DemoApp:
             self._chat.cut,
             self._missing_sessions,
             healed=lambda: not self.load.missing_sessions(),
+            impossible=self._no_session,
         )
         yield DemoFault(
             "take-over",
@@ -157,6 +158,7 @@ class DemoApp:
             lambda: self._chat.take_over(random.choice(self._chat.online)),
             self._missing_sessions,
             healed=lambda: not self.load.missing_sessions(),
+            impossible=self._no_session,
         )
 
     async def _kill_backends(self) -> None:
@@ -176,6 +178,9 @@ class DemoApp:
         """
         listener = self._pg.listener
         return listener is not None and not listener.up and self._pg.health.http != 200
+
+    def _no_session(self) -> str | None:
+        return None if self._chat.online else "no session is online"
 
     def _missing_sessions(self) -> str | None:
         missing = self.load.missing_sessions()

@@ -47,6 +47,8 @@ class DemoFault:
     end: Callable[[], None] = _nothing
     #: Returns whether the recovery is complete, where the health of the parts does not show it.
     healed: Callable[[], bool] = lambda: True
+    #: Returns why the fault cannot be struck now, or None.
+    impossible: Callable[[], str | None] = _nothing
 
 
 @dataclass

@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from moored.kernel import Child, Context, Tree
-from moored.service import Part, Wiring
+from moored.service import Part, Wiring, refusal
 
 from ._faults import Faults
 
@@ -32,11 +32,12 @@ def faults_part(faults: Faults, notices: Sequence[str] = ()) -> Part:
         name = request.path_params["name"]
         if name not in faults.faults:
             known = ", ".join(faults.faults)
-            detail = f"there is no fault {name!r}; there are {known}"
-            return JSONResponse({"error": "unknown fault", "detail": detail}, status_code=404)
+            return refusal(404, "unknown fault", f"there is no fault {name!r}; there are {known}")
+        if why := faults.faults[name].impossible():
+            return refusal(409, "impossible", why)
         if not faults.press(name):
             detail = f"the recovery from {faults.running!r} is being measured: press again after it"
-            return JSONResponse({"error": "busy", "detail": detail}, status_code=409)
+            return refusal(409, "busy", detail)
         return JSONResponse({"pressed": name}, status_code=202)
 
     def build(wiring: Wiring) -> list[Child]:
