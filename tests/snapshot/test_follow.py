@@ -28,7 +28,9 @@ pytestmark = pytest.mark.timeout(300)
 
 LIMIT = 60.0
 ROWS = 120
-KEY = {"int": ["id"], "text": ["id"], "pair": ["day", "id"]}
+KEY = {"int": ["id"], "text": ["id"], "pair": ["day", "id"], "partitioned": ["id"]}
+ADDED = "alter table items add column note text default 'n'"
+REPLACED = "alter table items drop column body, add column body text default 'b'"
 
 
 async def apply(follow: Follow, copy: Copy) -> None:
@@ -103,11 +105,12 @@ async def schedule(
     exact: bool = False,
     truncate: float = 0.02,
     kills: bool = False,
-    alter: bool = False,
+    alter: str | None = None,
     first: bool = False,
 ) -> Copy:
     """Follow a table while it is written to, and compare.
 
+    :param alter: a statement that is executed while the table is copied.
     :param first: begin with a snapshot, and stop it somewhere: the follower continues it.
     """
     rng = random.Random(seed)
@@ -115,7 +118,9 @@ async def schedule(
         await create(conn, kind, ROWS)
         over, tasks = asyncio.Event(), Tasks()
         writing = tasks.start(write_until(url, kind, over, seed, truncate=truncate))
-        async with Postgres(url, state_dir=state, pool_size=3, stream_id=f"s{seed}") as pg:
+        async with Postgres(
+            url, state_dir=state, pool_size=3, stream_id=f"s{seed}", check_every=1.0
+        ) as pg:
             copy = Copy(*KEY[kind], exact=exact)
             size = rng.choice([3, 17])
             start = await begun(pg, copy, size, rng.randrange(2 * ROWS)) if first else None
@@ -125,9 +130,9 @@ async def schedule(
                 following = tasks.start(apply(f, copy))
                 if kills:
                     killer = tasks.start(killing(url, copy, rng))
-                if alter:
+                if alter is not None:
                     await until(lambda: copy.copied)
-                    await conn.execute("alter table items add column note text default 'n'")
+                    await conn.execute(alter.encode())
                 if kills:
                     async with asyncio.timeout(LIMIT):
                         await killer
@@ -155,7 +160,10 @@ CASES: dict[str, dict[str, Any]] = {
     "pair": {"kind": "pair"},
     "where": {"kind": "int", "where": "amount % 3 = 0"},
     "killed": {"kind": "int", "kills": True},
-    "altered": {"kind": "int", "alter": True, "truncate": 0.0},
+    "altered": {"kind": "int", "alter": ADDED, "truncate": 0.0},
+    "altered where": {"kind": "text", "alter": ADDED, "where": "amount % 3 = 0"},
+    "replaced": {"kind": "pair", "alter": REPLACED, "truncate": 0.0},
+    "partitioned": {"kind": "partitioned"},
     "snapshot": {"kind": "int", "first": True},
     "exact snapshot": {"kind": "int", "first": True, "exact": True, "truncate": 0.0},
 }
@@ -168,7 +176,7 @@ async def test_rows_and_changes_add_up_to_the_table(
     await run(postgres, tmp_path, case)
 
 
-@pytest.mark.parametrize("case", ["int", "where", "snapshot"])
+@pytest.mark.parametrize("case", ["int", "where", "snapshot", "partitioned"])
 async def test_rows_and_changes_add_up_to_the_table_of_an_older_server(
     older_postgres: SyncEmbeddedPostgres, tmp_path: Path, case: str
 ) -> None:

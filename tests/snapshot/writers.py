@@ -18,12 +18,19 @@ KEYS = {
     # The order of strings is that of the collation, which only the server knows.
     "text": "'Key {m} of ' || md5('{n}')",
     "pair": "'{t}'::date, md5('{n}')::uuid",
+    "partitioned": "{n}",
 }
 COLUMNS = {
     "int": "id int primary key",
     "text": "id text primary key",
     "pair": "day date, id uuid, primary key (day, id)",
+    "partitioned": "id int primary key",
 }
+#: A row whose key changes may move to another partition.
+PARTITIONS = """
+create table items_0 partition of items for values with (modulus 2, remainder 0);
+create table items_1 partition of items for values with (modulus 2, remainder 1)
+"""
 #: Longer than the server sends with an update that does not change it.
 LARGE = "array_to_string(array(select md5(random()::text) from generate_series(1, 150)), '')"
 
@@ -34,9 +41,12 @@ def key(kind: str, number: int) -> str:
 
 async def create(conn: psycopg.AsyncConnection[Any], kind: str, rows: int) -> None:
     """Create the table `items` with so many rows."""
+    partitioned = kind == "partitioned"
     await conn.execute(
-        f"create table items ({COLUMNS[kind]}, amount int, state text, body text); "
-        "alter table items alter column body set storage external".encode()
+        f"create table items ({COLUMNS[kind]}, amount int, state text, body text)"
+        f"{' partition by hash (id)' if partitioned else ''}; "
+        f"alter table items alter column body set storage external; "
+        f"{PARTITIONS if partitioned else ''}".encode()
     )
     for number in range(rows):
         await conn.execute(
