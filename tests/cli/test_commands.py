@@ -58,6 +58,8 @@ def test_status_exits_with_1_while_the_database_does_not_answer(bare: Path, caps
             assert main(["status", "--url", service.url]) == 1
             # Waiting from the moment on at which the manager is shown.
             assert re.search("is (starting|waiting), up ", capsys.readouterr().out)
+            assert main(["explain", "--url", service.url]) == 0
+            assert capsys.readouterr().out.startswith("Not ready: postgres is starting")
 
 
 def test_tree_shows_the_tree_alone(service: Running, bare: Path, capsys: Output) -> None:
@@ -84,7 +86,9 @@ def test_explain_without_a_component_shows_what_went_wrong(tmp_path: Path, capsy
     with running("--data-dir", str(tmp_path / "data")) as service:
         service.wait_active()
         assert main(["explain", "--url", service.url]) == 0
-        assert "nothing went wrong" in capsys.readouterr().out
+        assert capsys.readouterr().out == (
+            "Everything works: 2 parts.\n  no part has stopped working\n"
+        )
         service.postgres().kill()
         until(lambda: bool(service.get("/v1/status").json()["outages"]), "the outage is seen")
         service.wait_active()

@@ -200,16 +200,17 @@ def explain(
 ) -> int:
     """Explain why a component of a running service is in its present state.
 
-    Without a component it shows what went wrong, also what has recovered, since the start or within
-    the last time: `moored explain --last 10m`.
+    Without a component it shows how the service is, and what went wrong, also what has recovered,
+    since the start or within the last time: `moored explain --last 10m`.
     """
     client = client_for(url, admin_token)
     if component is None:
         state = client.status()
         since = 0.0 if last is None else time.time() - _seconds(last)
         found = _show.outages_since(state, since)
-        lines = list(_show.outages(found)) or [Text("nothing went wrong")]
-        _show.show(found, as_json, lambda out: out.print(Group(*lines)))
+        # A part that has never worked has no outage: the sentence says so.
+        lines = list(_show.outages(found)) or [Text("  no part has stopped working")]
+        _show.show(found, as_json, lambda out: out.print(Group(Text(state["sentence"]), *lines)))
         return 0
     explanation = client.explain(component)
     _show.show(explanation, as_json, lambda out: _show.show_explanation(out, explanation))
