@@ -584,6 +584,19 @@ async def test_an_error_of_a_part_at_the_start_is_raised_with_its_reason(tmp_pat
             pass
 
 
+async def test_a_part_that_cannot_start_after_another_one_logs_the_reason(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    app = with_part()
+    (tmp_path / "file").write_text("")
+    app.sessions(storage=str(tmp_path / "file" / "below"), after=["idle"])
+    async with app:
+        await until(app, "failed")
+        (line,) = (each.getMessage() for each in caplog.records if each.levelname == "ERROR")
+        assert line.startswith("sessions cannot start: ")
+        assert "file/below" in line
+
+
 def test_the_app_is_part_of_the_package() -> None:
     assert moored.App is App
 
@@ -672,3 +685,6 @@ async def test_the_state_of_an_app_does_not_grow_with_its_sessions() -> None:
                 sizes.append(len(json.dumps(state, default=str)))
         assert sizes[1] < sizes[0] * 1.1
         assert "95 more" in str(app.tree())
+        assert app.tree().children[0].children[0].children[-1].since > 0
+        with pytest.raises(AppError, match="no one component 'typo'; there are sessions"):
+            app.explain("typo")

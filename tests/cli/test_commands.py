@@ -168,14 +168,24 @@ def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: O
     assert json.loads(capsys.readouterr().out)["component"] == "moored/postgres"
 
 
-def test_explain_of_an_unknown_component_lists_the_known_ones(
-    service: Running, bare: Path, capsys: Output
+@pytest.mark.parametrize(
+    ("wanted", "known"),
+    [
+        ("database", "postgres, http"),  # the parts
+        ("manger", "manager"),
+        ("manager/c", "moored/postgres/manager/connection"),
+    ],
+)
+def test_explain_of_an_unknown_component_lists_the_nearest_ones(
+    service: Running, bare: Path, capsys: Output, wanted: str, known: str
 ) -> None:
-    line = refused(capsys, "explain", "database", "--url", service.url)
-    assert line.startswith(
-        "moored: there is no component 'database'; known: moored, moored/http, "
-        "moored/postgres, moored/postgres/manager, moored/postgres/manager/connection, "
-    )
+    line = refused(capsys, "explain", wanted, "--url", service.url)
+    assert line.startswith(f"moored: there is no component {wanted!r}; known: {known}")
+
+
+def test_explain_of_a_component_takes_no_time(service: Running, bare: Path, capsys: Output) -> None:
+    line = refused(capsys, "explain", "postgres", "--last", "10m", "--url", service.url)
+    assert "--last shows all parts: leave out postgres, or --last" in line
 
 
 def test_the_service_is_found_by_the_configuration(

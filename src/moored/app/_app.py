@@ -402,7 +402,7 @@ class App:
         view = self._running().view
         found = view.find(part)
         if len(found) != 1:
-            known = ", ".join(found or view.components())
+            known = ", ".join(found or view.parts())
             raise AppError(f"there is no one component {part!r}; there are {known}")
         return str(view.explain(found[0])["explanation"])
 

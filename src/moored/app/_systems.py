@@ -138,7 +138,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
     def tree() -> Tree:
         whole = sessions.tree()
         rest = len(whole.children) - SHOWN_SESSIONS
-        more = (Tree(f"{rest} more", "running", 0.0),) if rest > 0 else ()
+        more = (Tree(f"{rest} more", whole.state, whole.since),) if rest > 0 else ()
         return replace(whole, children=(*whole.children[:SHOWN_SESSIONS], *more))
 
     def explain() -> str:

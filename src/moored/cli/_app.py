@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,8 @@ from ._running import Token, Url, client_for
 __all__ = ["app", "run"]
 
 READY, NOT_READY, REFUSED = 0, 1, 2
+#: Names in the error of an unknown component: there may be one for each session.
+MOST_NAMES = 10
 # click's UsageError: some versions of Typer contain a copy of click, others import it.
 UsageProblem: type[Any] = typer.BadParameter.__mro__[2]
 
@@ -212,7 +215,15 @@ def explain(
         lines = list(_show.outages(found)) or [Text("  no part has stopped working")]
         _show.show(found, as_json, lambda out: out.print(Group(Text(state["sentence"]), *lines)))
         return 0
-    explanation = client.explain(component)
+    if last is not None:
+        raise typer.BadParameter(f"--last shows all parts: leave out {component}, or --last")
+    try:
+        explanation = client.explain(component)
+    except UnknownComponent as error:
+        names = [path.rpartition("/")[2] for path in error.known]
+        near = [each for each in error.known if component in each]
+        near = near or get_close_matches(component, names) or list(client.status()["parts"])
+        raise CommandFailed(f"{error}; known: {', '.join(near[:MOST_NAMES])}") from None
     _show.show(explanation, as_json, lambda out: _show.show_explanation(out, explanation))
     return 0
 
@@ -249,8 +260,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
         return _refuse(f"{problem.format_message().rstrip('.')}. See {command} --help.")
     except ConfigError as error:
         return _refuse(*error.mistakes)
-    except UnknownComponent as error:
-        return _refuse(f"{error}; known: {', '.join(error.known) or 'nothing yet'}")
     except CommandFailed as error:
         return _refuse(str(error))
     return code if isinstance(code, int) else 0
