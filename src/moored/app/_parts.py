@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,8 @@ from moored.kernel import Backoff, Child, Context, Tree, describe
 from moored.service import READY_STATES, Part, ServiceError, Status, System, Wiring
 
 __all__ = ["RETRY", "STOP_TIMEOUT", "Judgement", "PartEntry", "Shown", "listed", "system_part"]
+
+log = logging.getLogger("moored.app")
 
 #: Seconds between two looks at the health of a system.
 LOOK = 0.25
@@ -81,6 +84,7 @@ class PartEntry:
         except Exception as error:
             if not self.after:
                 raise  # and entering the app raises
+            log.error("%s cannot start: %s", self.name, describe(error))
             wiring.fail(ServiceError(f"{self.name} cannot start: {describe(error)}"))
             wiring.health(self.name, "failed", describe(error))
             await asyncio.Event().wait()
