@@ -597,19 +597,6 @@ async def test_a_part_that_cannot_start_after_another_one_logs_the_reason(
         assert "file/below" in line
 
 
-async def test_a_part_that_cannot_start_after_another_one_logs_the_reason(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    app = with_part()
-    (tmp_path / "file").write_text("")
-    app.sessions(storage=str(tmp_path / "file" / "below"), after=["idle"])
-    async with app:
-        await until(app, "failed")
-        (line,) = (each.getMessage() for each in caplog.records if each.levelname == "ERROR")
-        assert line.startswith("sessions cannot start: ")
-        assert "file/below" in line
-
-
 def test_the_app_is_part_of_the_package() -> None:
     assert moored.App is App
 
