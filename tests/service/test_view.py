@@ -68,6 +68,18 @@ async def test_the_whole_state_is_plain_data() -> None:
     assert state["events"][-1]["because"] == ["no route (ValueError)"]
 
 
+def test_the_sentence_names_a_required_part_before_an_optional_one() -> None:
+    health = PartHealth({"extra": ("a",), "db": ("b",)}, optional=["extra"])
+    monitor = StatusMonitor(["a", "b"], health.status)
+    root = Tree("app", "running", 0.0)
+    view = View(lambda: root, monitor, health, Recorder(), Clock.system())
+    health.report("extra", "failed")
+    assert view.sentence() == "Not ready: db is starting; also affected: extra."
+    health.report("db", "degraded")
+    monitor.set("b", owner="nobody")
+    assert view.sentence() == "The service works, but extra is failed; also affected: db."
+
+
 async def test_a_state_holds_the_newest_events_and_not_all() -> None:
     recorder = Recorder(size=RECENT * 2)
     health = PartHealth({"lamp": ("up",)})

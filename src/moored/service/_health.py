@@ -59,11 +59,12 @@ class PartHealth:
         return {part: self._state(part, conditions) for part in self._parts}
 
     def status(self, conditions: Mapping[str, Condition]) -> Status:
-        """Return the worst health of all parts; an optional one makes it degraded at worst."""
-        return worst(
-            "degraded" if part in self._optional and state not in READY_STATES else state
-            for part, state in self.states(conditions).items()
-        )
+        """Return the worst effect of all parts."""
+        return worst(self.effect(part, state) for part, state in self.states(conditions).items())
+
+    def effect(self, part: str, state: Status) -> Status:
+        """Return what this health of a part makes the service; at worst degraded if optional."""
+        return "degraded" if part in self._optional and state not in READY_STATES else state
 
     def worst_of(self, parts: Iterable[str], conditions: Mapping[str, Condition]) -> Status:
         """Return the worst health of these parts."""

@@ -22,7 +22,7 @@ from moored.kernel import (
     duration,
 )
 
-from ._health import READY_STATES, WORKING, PartHealth, Status, worst
+from ._health import HTTP, READY_STATES, WORKING, PartHealth, Status
 from ._part import System
 
 __all__ = ["View", "grafted"]
@@ -132,9 +132,10 @@ class View:
             standby = ", ".join(part for part in states if states[part] == "waiting")
             also = f"; standing by for another instance: {standby}" if standby else ""
             return f"Everything works: {counted(len(states), 'part')}{also}."
-        state = worst(bad.values())
-        part = next(each for each in bad if bad[each] == state)
-        why = ": ".join([state, *self.reasons(part)])
+        effect = {part: self.part_health.effect(part, state) for part, state in bad.items()}
+        severity = list(HTTP).index
+        part = max(bad, key=lambda each: (severity(effect[each]), severity(bad[each])))
+        why = ": ".join([bad[part], *self.reasons(part)])
         others = ", ".join(each for each in bad if each != part)
         also = f"; also affected: {others}" if others else ""
         ready = "The service works, but" if self.status in READY_STATES else "Not ready:"
