@@ -197,6 +197,21 @@ def test_a_child_that_does_not_start_fails_the_caller_and_is_removed() -> None:
     virtual(scenario)
 
 
+def test_a_start_that_fails_below_a_supervisor_is_reported_once() -> None:
+    async def scenario() -> None:
+        async def broken(ctx: Context) -> None:
+            raise OSError("no route")
+
+        root = Supervisor(children=[Supervisor.child("below", children=[Child("a", broken)])])
+        with pytest.raises(StartFailed) as caught:
+            await root.start()
+        assert str(caught.value) == "root/below/a failed to start: no route (OSError)"
+        failures = [event.component for event in root.recorder.events() if event.kind == "failure"]
+        assert failures == ["root/below/a"]
+
+    virtual(scenario)
+
+
 def test_a_failing_initial_child_stops_those_before_it() -> None:
     async def scenario() -> None:
         async def broken(ctx: Context) -> None:

@@ -96,6 +96,8 @@ class ChildRunner:
                 f"did not call ctx.started() within {limit:g} s: call it once the child is ready, "
                 "or raise start_timeout="
             ) from None
+        if isinstance(failure, StartFailed):  # of a supervisor, whose child has recorded it
+            raise self._not_started("failed to start", failure) from failure
         if failure is not None:
             raise self._not_started(f"failed to start: {describe(failure)}") from failure
         return self.value
@@ -122,11 +124,11 @@ class ChildRunner:
         if self.backoff is not None and generation == self.generation:
             self.backoff.succeed()
 
-    def _not_started(self, what: str) -> StartFailed:
-        error = StartFailed(f"{self.path} {what}", self.name)
+    def _not_started(self, what: str, below: StartFailed | None = None) -> StartFailed:
+        error = StartFailed(f"{self.path} {what}" if below is None else str(below), self.name)
         self.last_failure = describe(error)
         self.enter("finished")
-        self.record(what, "failure")
+        self.record(what, "failure" if below is None else "info", cause=below)
         return error
 
     # -- ending --------------------------------------------------------------------------------
