@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import AsyncIterator
 from typing import Any
@@ -9,7 +10,10 @@ from typing import Any
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
 
-from moored.postgres import Snapshot
+from moored.postgres import Follow, Snapshot
+
+from .mirror import Copy
+from .orders import LIMIT, ROWS, item_of
 
 
 def each_way(snapshot: Snapshot) -> list[AsyncIterator[Any]]:
@@ -27,3 +31,38 @@ async def test_leaving_a_snapshot_early_logs_no_error(
                     break
     gc.collect()
     assert "Task exception was never retrieved" not in caplog.text
+
+
+async def cancelled_request(follow: Follow) -> None:
+    request = asyncio.ensure_future(anext(follow))
+    await asyncio.sleep(0)
+    request.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await request
+
+
+async def test_a_follower_whose_caller_is_cancelled_goes_on_with_the_next_item(
+    make: MakePostgres, sql: Sql
+) -> None:
+    copy = Copy("id", exact=True)
+    async with make() as pg, pg.follow("orders", consumer="c", chunk_rows=20) as follow:
+        while len(copy.rows) <= ROWS:
+            if follow.progress.complete:
+                await sql.execute("insert into orders values (99)")
+            await cancelled_request(follow)
+            copy.apply(await item_of(follow))
+
+
+async def test_tasks_that_share_a_follower_get_different_items_and_then_its_end(
+    make: MakePostgres, sql: Sql
+) -> None:
+    copy = Copy("id", exact=True)
+
+    async def consume(follow: Follow) -> None:
+        async for item in follow:
+            copy.apply(item)
+            if len(copy.rows) == ROWS:
+                await follow.aclose()
+
+    async with make() as pg, pg.follow("orders", consumer="c", chunk_rows=5) as follow:
+        await asyncio.wait_for(asyncio.gather(consume(follow), consume(follow)), LIMIT)

@@ -117,21 +117,48 @@ class Follow:
         self._streaming: asyncio.Task[Any] | None = None
         self._copying: asyncio.Task[Any] | None = None
         self._items: Any = self._deliver()
+        # The task that waits for the next item.
+        self._coming: asyncio.Task[Item | None] | None = None
+        self._turn = asyncio.Lock()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Item:
         """Return the next rows or the next transaction, or a `Reset`."""
-        item: Item = await anext(self._items)
+        async with self._turn:
+            if (coming := self._coming) is None:
+                if (txn := await self._unjoined()) is not None:
+                    return txn
+                # In a task: if the caller is cancelled, the next call returns the item.
+                coming = self._coming = start_task(self._item())
+            await asyncio.wait([coming])
+            item = None if coming.cancelled() else coming.result()
+            if item is None:
+                raise StopAsyncIteration
+            self._coming = None
+            return item
+
+    async def _unjoined(self) -> Transaction | None:
+        """Return the next transaction if it needs no task, which takes longer than the rest."""
+        if not self._state.complete or self._streaming is not None or self._pending is not None:
+            return None
+        found = self._pending = await anext(self._changes)
+        whole = self._whole(found) if isinstance(found, Transaction) else None
+        if whole is not None:
+            self._pending = None
+        return whole
+
+    async def _item(self) -> Item | None:
+        """Return the next item; None after the last one."""
+        item: Item | None = await anext(self._items, None)
         return item
 
     async def aclose(self) -> None:
         """Detach the consumer and end its iteration; its acknowledgements stay stored."""
         await self._changes.aclose()
-        if not self._items.ag_running:  # else a task waits for the next item, and gets the end
-            await self._items.aclose()
         await self._end_tasks()
+        await self._items.aclose()
 
     async def __aenter__(self) -> Self:
         return self
@@ -192,9 +219,6 @@ class Follow:
             ):
                 self._pending = None
                 return pending
-            if self._state.complete and self._streaming is None:
-                self._pending = await anext(self._changes)
-                continue
             if pending is None and self._streaming is None:
                 self._streaming = start_task(self._changes.__anext__())
             if self._copying is None and not self._state.complete:
@@ -235,16 +259,23 @@ class Follow:
 
     async def _joined(self, txn: Transaction) -> Transaction | None:
         """Return what is delivered of a transaction; None if the copy must begin again."""
-        end = self._lsn = txn.position.lsn
-        settled = self._state.settled(end)
-        if settled and self._acked == self._number and not any(self._partial.values()):
-            return JoinedTransaction(txn, None, self._position(), self._acknowledger())
+        if (whole := self._whole(txn)) is not None:
+            return whole
+        self._lsn = txn.position.lsn
         before = self._state
         changes, self._state = await delivered(self._reader, before, txn, **self._partial)
         self._unsaved |= self._state is not before
         if changes is None:
             return None
         return JoinedTransaction(txn, changes, self._position(), self._acknowledger())
+
+    def _whole(self, txn: Transaction) -> Transaction | None:
+        """Return a transaction of which no chunk contains any change; None for others."""
+        settled = self._state.settled(txn.position.lsn) and self._acked == self._number
+        if not settled or any(self._partial.values()):
+            return None
+        self._lsn = txn.position.lsn
+        return JoinedTransaction(txn, None, self._position(), self._acknowledger())
 
     def _position(self) -> CopyPosition:
         assert self._hub.history is not None
@@ -349,6 +380,8 @@ class Follow:
         await end_task(copying)
 
     async def _end_tasks(self) -> None:
+        coming, self._coming = self._coming, None
+        await end_task(coming)
         await self._end_copying()
         streaming, self._streaming = self._streaming, None
         await end_task(streaming)
