@@ -14,6 +14,7 @@ from tests.postgres.recording import begin, commit, framed, insert, relation, te
 from moored.kernel import Recorder
 from moored.postgres import (
     Changes,
+    ConfigurationError,
     Emitted,
     History,
     Insert,
@@ -123,6 +124,16 @@ def test_a_second_consumer_of_the_same_name_is_refused(hub: Hub) -> None:
         hub.attach("search")
     del changes
     hub.attach("search")
+
+
+async def test_the_refusal_of_a_consumer_is_raised_and_not_logged_too(
+    hub: Hub, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = hub.attach("search")
+    hub.refuse(changes, "the table orders does not exist")
+    with pytest.raises(ConfigurationError, match="the consumer 'search': the table orders does"):
+        await following(changes)
+    assert caplog.text == ""
 
 
 async def test_delivered_transactions_can_be_acknowledged_after_close(hub: Hub) -> None:

@@ -275,7 +275,6 @@ class Hub:
 
     def refuse(self, changes: Changes, why: str) -> None:
         """End a consumer whose tables cannot be published; the others continue."""
-        log.error("the consumer %r: %s", changes.name, why)
         changes._end(ConfigurationError(f"the consumer {changes.name!r}: {why}"))
         self.detach(changes)
         self.published.refuse(changes)
