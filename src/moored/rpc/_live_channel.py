@@ -43,3 +43,7 @@ class LiveChannel:
         """Report to the watcher that a call has ended."""
         if self.watcher is not None:
             self.watcher(self)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else "retired" if self.retired else "current"
+        return f"<LiveChannel {self.number} to {self.address}: {state}, {len(self.calls)} calls>"
