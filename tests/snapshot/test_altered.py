@@ -140,9 +140,14 @@ async def test_rows_that_come_or_go_with_a_partition_begin_the_copy_again(
                 "alter table parts attach partition part_1 for values from (0) to (20)"
             )
             await begun_again(follow, "part_1", [*range(1, 40), 100])
+            await sql.execute(
+                "create table part_0 (id int primary key); insert into part_0 values (-1); "
+                "alter table parts attach partition part_0 for values from (-10) to (0)"
+            )
+            await begun_again(follow, "part_0", [-1, *range(1, 40), 100])
         await sql.execute("drop table part_2")
         async with pg.follow("parts", consumer="c") as follow:
-            await begun_again(follow, "part_2", [*range(1, 20), 100])
+            await begun_again(follow, "part_2", [-1, *range(1, 20), 100])
         await sql.execute("insert into parts values (101)")
         for number in (100, 101):
             txn = await asyncio.wait_for(anext(plain), LIMIT)

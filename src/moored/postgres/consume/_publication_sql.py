@@ -64,11 +64,11 @@ SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.rel
       a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{}')
    FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
   (SELECT coalesce(json_object_agg(t.relid::oid || '/' || i.xmin, json_build_array(
-      t.relid::text, CASE WHEN i.xmin <> a.xmin THEN (
-        SELECT sum(pg_relation_size(s.relid)) > 0 FROM pg_partition_tree(t.relid) s)
-      ELSE false END)), '{}')
+      -- ATTACH PARTITION has written its columns with the same command, PARTITION OF before.
+      t.relid::text, EXISTS (SELECT 1 FROM pg_attribute a WHERE a.attrelid = t.relid
+        AND a.attnum > 0 AND a.xmin = i.xmin AND a.cmin = i.cmin)
+      AND (SELECT sum(pg_relation_size(s.relid)) > 0 FROM pg_partition_tree(t.relid) s))), '{}')
    FROM pg_partition_tree(c.oid) t JOIN pg_inherits i ON i.inhrelid = t.relid
-   JOIN pg_attribute a ON a.attrelid = t.relid AND a.attnum = -1  -- as old as the partition
    WHERE t.relid <> c.oid),
   pg_current_wal_insert_lsn()::text
 FROM looked l

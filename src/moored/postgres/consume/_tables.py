@@ -50,7 +50,7 @@ class Followed(NamedTuple):
     #: default.
     columns: Mapping[str, Sequence[Any]] | None = None
     #: By their oids and the transactions that made them partitions: the name, and whether it was
-    #: created before that transaction and has rows. None for a consumer without a copy.
+    #: created before that and has rows. None for a consumer without a copy.
     partitions: Mapping[str, Sequence[Any]] | None = None
 
     def difference(self, now: Followed) -> str | None:
