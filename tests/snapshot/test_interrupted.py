@@ -1,4 +1,4 @@
-"""Callers that stop early, or are cancelled."""
+"""Callers that stop early or are cancelled, and tables that are renamed or altered meanwhile."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
 
-from moored.postgres import Follow, Snapshot
+from moored.postgres import Follow, PostgresError, Reset, Snapshot
 
 from .mirror import Copy
-from .orders import LIMIT, ROWS, item_of
+from .orders import LIMIT, ROWS, copied, item_of
 
 
 def each_way(snapshot: Snapshot) -> list[AsyncIterator[Any]]:
@@ -66,3 +66,37 @@ async def test_tasks_that_share_a_follower_get_different_items_and_then_its_end(
 
     async with make() as pg, pg.follow("orders", consumer="c", chunk_rows=5) as follow:
         await asyncio.wait_for(asyncio.gather(consume(follow), consume(follow)), LIMIT)
+
+
+async def test_a_follower_that_ends_because_its_table_was_renamed_waits_when_started_again(
+    make: MakePostgres, sql: Sql
+) -> None:
+    options: dict[str, Any] = {"consumer": "c", "where": "price > 0"}
+    async with make() as pg:
+        async with pg.follow("orders", **options) as follow:
+            await copied(follow)
+            await sql.execute("alter table orders rename to old")
+            await sql.execute("insert into old values (99, 'new', 1)")
+            with pytest.raises(PostgresError, match=r"42P01.*renamed or dropped.*started again"):
+                await item_of(follow)
+        async with pg.follow("orders", **options) as follow:
+            request = asyncio.create_task(item_of(follow))
+            while not follow._changes.unpublished:
+                await asyncio.wait([request], timeout=0.02)
+                assert not request.done()
+            await sql.execute("alter table old rename to orders")
+            (change,) = await request
+            assert change.new["id"] == 99
+
+
+async def test_the_reset_after_another_replica_identity_names_it(
+    make: MakePostgres, sql: Sql
+) -> None:
+    await sql.execute("alter table orders alter name set not null, add unique (name)")
+    async with make() as pg, pg.follow("orders", consumer="c", where="price > 0") as follow:
+        await copied(follow)
+        await sql.execute("alter table orders replica identity using index orders_name_key")
+        await sql.execute("delete from orders where id = 1")
+        item = await item_of(follow)
+        assert isinstance(item, Reset)
+        assert "another replica identity" in item.reason

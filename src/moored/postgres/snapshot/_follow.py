@@ -79,7 +79,8 @@ class Follow:
 
     Items are `Rows`, transactions, and a `Reset` whenever the copy begins again: then everything
     that was delivered before is void. Acknowledge rows and transactions in the order in which they
-    were delivered. Iteration ends when this object or its `Postgres` is closed.
+    were delivered. Iteration ends when this object or its `Postgres` is closed. A cancelled call
+    loses no item, and several tasks may share one follower.
     """
 
     def __init__(

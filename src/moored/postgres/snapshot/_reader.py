@@ -57,6 +57,8 @@ BACKOFF = (0.2, 10.0)
 TEMPORARY = ("08", "57P", "53300", "40")
 #: What to do about other errors.
 REMEDIES = {
+    "42P01": "the table was renamed or dropped, or where= names one that does not exist. A "
+    "follow() that is started again waits until its table exists",
     "42501": "`moored doctor URL --table NAME` prints the statement that this role needs",
     "53100": "free disk space at the server",
     "54001": "simplify where=, or raise max_stack_depth",

@@ -257,7 +257,8 @@ class SourceTable(NamedTuple):
             )
         except KeyError as missing:
             raise ColumnsChanged(
-                f"the column {missing} of the key of {self.qualified} was renamed"
+                f"a change of {self.qualified} lacks the column {missing} of its key: the column "
+                "was renamed, or the table has got another replica identity"
             ) from None
         if None in key:
             raise ColumnsChanged(
