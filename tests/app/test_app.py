@@ -362,8 +362,8 @@ async def test_a_consumer_that_fails_is_ready_when_it_has_handled_the_transactio
 
     async with app, asyncio.timeout(LIMIT):
         await app.ready()
-        async with pg.connection() as conn:
-            await conn.execute("insert into orders values (1)")
+        async with pg.connection() as writing:
+            await writing.execute("insert into orders values (1)")
         await until(app, "starting")
         await app.ready()
         assert states == ["active", "starting", "starting"]
