@@ -123,9 +123,12 @@ def conditions(used: list[dict[str, Any]]) -> list[str]:
     loads = [each["load"] for each in used if each["load"] is not None]
     unknown = len(used) - len(loads)
     load = f"{min(loads):.0f} to {max(loads):.0f}" if loads else "not recorded"
+    runs = f"{short} of {len(used)} rows come from short runs (`--quick`), the rest from full ones"
+    if short in (0, len(used)):
+        runs = f"all rows come from {'short runs (`--quick`)' if short else 'full runs'}"
     return [
-        f"Last measured on {date}; {short} of {len(used)} rows come from short runs (`--quick`),",
-        f"the others from full ones. The load of the machine was {load}"
+        f"Last measured on {date}; {runs}.",
+        f"The load of the machine was {load}"
         + (f" (not recorded for {unknown} of the rows)" if unknown and loads else "")
         + "; if it was busy,",
         "the figures are unreliable. Each is a median, a speed that of the ratios of paired runs.",

@@ -14,7 +14,7 @@ from tests.servers import free_port
 from tests.service.support import Running, moored, running, until
 
 from moored import __version__
-from moored.cli import main
+from moored.cli import _show, main
 
 Output = pytest.CaptureFixture[str]
 
@@ -166,6 +166,16 @@ def test_explain_takes_the_end_of_a_path(service: Running, bare: Path, capsys: O
     assert so == "  so       there is nothing to do"
     assert main(["explain", "moored/postgres", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["component"] == "moored/postgres"
+
+
+def test_a_row_of_a_table_that_is_piped_is_one_line(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    rows = _show.table("resource", "fence")
+    rows.add_row("r" * 70, "1" * 30)
+    _show.show({}, False, lambda out: out.print(rows))
+    assert capsys.readouterr().out.splitlines()[1] == f"{'r' * 70}  {'1' * 30}"
 
 
 @pytest.mark.parametrize(

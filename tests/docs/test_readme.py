@@ -34,6 +34,8 @@ def test_table_of_figures_tells_short_runs_and_unknown_loads() -> None:
     text = " ".join(figures.conditions([full, short]))
     assert "on 2026-11-18; 1 of 2 rows come from short runs" in text
     assert "not recorded for 1 of the rows" in text
+    assert "; all rows come from full runs." in " ".join(figures.conditions([full]))
+    assert "; all rows come from short runs (`--quick`)." in " ".join(figures.conditions([short]))
 
 
 @pytest.mark.soak

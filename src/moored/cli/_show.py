@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
 from datetime import UTC, datetime
@@ -19,6 +20,8 @@ from moored.service import Setting
 
 __all__ = ["outages", "show_config", "show_explanation", "status", "tree", "tree_of"]
 
+#: Columns of a table that is not printed on a terminal.
+PIPED = 1000
 _STYLES = {
     "running": "green",
     "active": "bold green",
@@ -38,7 +41,10 @@ def show(data: Any, as_json: bool, for_people: Callable[[Console], None]) -> Non
     if as_json:
         typer.echo(json.dumps(data, indent=2, default=str))
     else:
-        for_people(Console(highlight=False, soft_wrap=True))
+        console = Console(highlight=False, soft_wrap=True)
+        if not console.is_terminal and "COLUMNS" not in os.environ:
+            console.width = PIPED  # a program reads one row per line
+        for_people(console)
 
 
 def table(*titles: str) -> Table:

@@ -44,12 +44,12 @@ Slot = Annotated[str, typer.Argument(metavar="SLOT", help="The name of a slot.")
 
 @app.command(name="list")
 def list_slots(database_url: DatabaseUrl, as_json: Json = False) -> int:
-    """Show the slots of a server, the one that keeps most of its log first.
+    """Show the slots of a server, the one that retains most of its log first.
 
     Example: `moored slots list --database-url postgresql://app@db/orders`
     """
     found = _query(database_url, _LIST)
-    rows = table("slot", "kind", "database", "used by", "keeps", "status")
+    rows = table("slot", "kind", "database", "used by", "retains", "status")
     for each in found:
         user = "nothing" if each["pid"] is None else f"backend {each['pid']}"
         kept = "—" if each["retained"] is None else decimal(each["retained"])

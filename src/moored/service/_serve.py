@@ -110,7 +110,7 @@ async def _active(service: Service, stop_requested: asyncio.Event) -> bool:
 def _address_notice(config: Config, sockets: Sequence[socket.socket]) -> str:
     who = "open to every user of this machine; set MOORED_ADMIN_TOKEN to change that"
     if config.admin_token is not None:
-        who = "everything but /v1/health requires the admin token"
+        who = "the admin token is required, but for /v1/health and the streams of brokers"
     return f"{address_of(config, sockets)} ({who})"
 
 
