@@ -30,6 +30,20 @@ def test_the_demo_listens_on_a_loopback_address_only() -> None:
     assert "--host 0.0.0.0" in ended.stderr
 
 
+def test_the_directory_of_a_killed_demo_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed = tmp_path / "moored-demo-killed"
+    (killed / "postgres").mkdir(parents=True)
+    (killed / "lock").touch()
+    with _demo.temporary_directory() as first:
+        assert not killed.exists()
+        with _demo.temporary_directory():
+            assert first.is_dir(), "its demo runs"
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_without_grpc_the_demo_has_no_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,7 +20,7 @@ Invariants:
 - a recovery is measured where it happens: from the press to the first failure or degraded part
   that the service notices, and to the moment at which all parts are active and the load has been
   served again from end to end;
-- at the end no process and no file is left.
+- at the end no process and no file is left; the files of a killed demo are removed by the next one.
 """
 
 from ._demo import run_demo

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
+import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from fcntl import LOCK_EX, LOCK_NB, flock
 from importlib.util import find_spec
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import psycopg
@@ -25,6 +28,7 @@ from ._servers import EchoProcess, PostgresServer
 
 __all__ = ["DemoApp", "run_demo"]
 
+PREFIX = "moored-demo-"
 POOL = "demo pool"
 KILL_BACKENDS = """
 select pg_terminate_backend(pid) from pg_stat_activity
@@ -46,12 +50,27 @@ def run_demo(config: Config) -> int:
         )
     if config.sources.get("log_level", "default") == "default":
         config = replace(config, log_level="warning")  # the page shows the rest
-    with TemporaryDirectory(prefix="moored-demo-") as directory:
-        demo = DemoApp(Path(directory))
+    with temporary_directory() as directory:
+        demo = DemoApp(directory)
         try:
             return demo.app.run(config)
         finally:
             demo.close()
+
+
+@contextmanager
+def temporary_directory() -> Iterator[Path]:
+    """Yield an empty directory, after removing those of demos that were killed.
+
+    The kernel releases the lock of a killed process.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError), open(left / "lock", "r+") as lock:
+            flock(lock, LOCK_EX | LOCK_NB)
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=PREFIX) as made, open(f"{made}/lock", "w") as lock:
+        flock(lock, LOCK_EX)
+        yield Path(made)
 
 
 class DemoApp:
