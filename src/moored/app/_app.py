@@ -390,7 +390,7 @@ class App:
 
     @property
     def status(self) -> Status:
-        """The health of the app: the worst of its parts."""
+        """The health of the app: the worst of its parts; "starting" after the app has stopped."""
         return self._running().view.status
 
     def tree(self) -> Tree:
