@@ -47,10 +47,12 @@ async def test_a_follower_whose_caller_is_cancelled_goes_on_with_the_next_item(
     copy = Copy("id", exact=True)
     async with make() as pg, pg.follow("orders", consumer="c", chunk_rows=20) as follow:
         while len(copy.rows) <= ROWS:
-            if follow.progress.complete:
-                await sql.execute("insert into orders values (99)")
             await cancelled_request(follow)
-            copy.apply(await item_of(follow))
+            if len(copy.rows) == ROWS:
+                await sql.execute("insert into orders values (99)")
+            item = await item_of(follow)
+            copy.apply(item)
+            await item.ack()
 
 
 async def test_tasks_that_share_a_follower_get_different_items_and_then_its_end(
