@@ -64,6 +64,15 @@ def test_the_cause_of_an_outage_is_no_later_failure_and_none_of_a_part_that_star
     assert it.outages.as_list()[0]["because"] == ["broker: the outbox is not installed"]
 
 
+def test_a_later_failure_of_the_part_itself_is_a_cause_of_its_outage() -> None:
+    it = Incidents()
+    it.outages.report("db", "active", "degraded", "half of it is down")
+    it.clock.advance(5)
+    it.fail("db/connection", "silent for 8 s")
+    it.fail("moored/server/run", "another failure")
+    assert it.outages.as_list()[0]["because"] == ["db/connection: silent for 8 s"]
+
+
 def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
     it = Incidents()
     it.outages.report("db", "active", "starting", "no connection")

@@ -165,16 +165,18 @@ class PartOutages:
     def _failures(self, incident: _Incident, part: str) -> list[str]:
         """Return the first failure of each component, in the order in which they are started.
 
-        Without those after the outage of the part has begun, and those of parts that are started
-        after it. A failure that has passed on to other components is listed once.
+        Without those of parts that are started after this one, and later ones of other parts: its
+        own may come after it was degraded. A failure that has passed on to other components is
+        listed once.
         """
         order, first = self._order(), dict[str, Event]()
         begin, end = incident.first.at - BEFORE, incident.outages[part].at + BEFORE
-        own = [order[name] for name in order if name == part or name.startswith(f"{part}/")]
+        own = {order[name] for name in order if name == part or name.startswith(f"{part}/")}
         later = {name for name, place in order.items() if own and place > max(own)}
         for event in self._recorder.events():
-            in_time = event.kind == "failure" and begin <= event.at <= end
-            if in_time and event.component not in later:
+            if event.kind != "failure" or event.at < begin or event.component in later:
+                continue
+            if event.at <= end or order.get(event.component) in own:
                 first.setdefault(event.component, event)
         causes = sorted(first.values(), key=lambda each: order.get(each.component, len(order)))
         shown: dict[str, str] = {}
