@@ -73,6 +73,16 @@ def test_a_later_failure_of_the_part_itself_is_a_cause_of_its_outage() -> None:
     assert it.outages.as_list()[0]["because"] == ["db/connection: silent for 8 s"]
 
 
+def test_a_part_that_has_not_worked_yet_is_not_the_cause_of_an_outage() -> None:
+    it = Incidents()
+    it.outages.report("db", "starting", "starting", "no connection")
+    it.fail("db/connection", "db is down")
+    it.outages.report("broker", "active", "degraded", "no source")
+    assert list(it.outages.lines("broker"))[1:] == ["  because  no source"]
+    it.outages.report("db", "starting", "active", "")
+    assert list(it.outages.lines("broker"))[1:] == ["  because  db/connection: db is down"]
+
+
 def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
     it = Incidents()
     it.outages.report("db", "active", "starting", "no connection")

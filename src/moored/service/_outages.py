@@ -82,6 +82,8 @@ class PartOutages:
         self._order = order
         self._costs = costs
         self._incidents: deque[_Incident] = deque(maxlen=KEPT)
+        #: The parts that have not worked yet: no other part stops working because of them.
+        self._starting: set[str] = set()
         # Costs arise before an incident is noticed, so an earlier count is compared.
         self._counted: deque[tuple[float, Counter[str]]] = deque(maxlen=2)
 
@@ -90,6 +92,7 @@ class PartOutages:
         now, incident = self._clock.monotonic(), self._open()
         outage = incident and incident.outages.get(part)
         if state in WORKING:
+            self._starting.discard(part)
             if incident and outage and outage.lasted is None:
                 outage.lasted = now - outage.at
                 self._conclude(incident)
@@ -102,6 +105,8 @@ class PartOutages:
                 incident = _Incident(self._counted[0][1] if self._counted else self._costs())
                 self._incidents.append(incident)
             incident.outages[part] = _Outage(now, self._clock.wall(), detail, state)
+        else:
+            self._starting.add(part)
 
     def as_list(self) -> list[dict[str, Any]]:
         """Return the incidents as plain data, the newest first."""
@@ -165,16 +170,18 @@ class PartOutages:
     def _failures(self, incident: _Incident, part: str) -> list[str]:
         """Return the first failure of each component, in the order in which they are started.
 
-        Without those of parts that are started after this one, and later ones of other parts: its
-        own may come after it was degraded. A failure that has passed on to other components is
-        listed once.
+        Without those of parts that are started after this one or have not worked yet, and later
+        ones of other parts: its own may come after it was degraded. A failure that has passed on to
+        other components is listed once.
         """
         order, first = self._order(), dict[str, Event]()
         begin, end = incident.first.at - BEFORE, incident.outages[part].at + BEFORE
-        own = {order[name] for name in order if name == part or name.startswith(f"{part}/")}
-        later = {name for name, place in order.items() if own and place > max(own)}
+        own = _places(order, part)
+        starting = {place for other in self._starting for place in _places(order, other)}
+        last = max(own, default=len(order))
+        apart = {name for name, place in order.items() if place > last or place in starting - own}
         for event in self._recorder.events():
-            if event.kind != "failure" or event.at < begin or event.component in later:
+            if event.kind != "failure" or event.at < begin or event.component in apart:
                 continue
             if event.at <= end or order.get(event.component) in own:
                 first.setdefault(event.component, event)
@@ -185,6 +192,11 @@ class PartOutages:
             # Without the class of the error: each component may raise its own.
             shown.setdefault(re.sub(r" \(\w+\)$", "", reason), f"{each.component}: {reason}")
         return list(shown.values())[:MAX_CAUSES]
+
+
+def _places(order: Mapping[str, int], part: str) -> set[int]:
+    """Return the places of a part and its components."""
+    return {order[name] for name in order if name == part or name.startswith(f"{part}/")}
 
 
 def _time(wall: float) -> str:
