@@ -39,7 +39,7 @@ Where = Annotated[
 Columns = Annotated[
     list[str] | None, typer.Option("--column", help="A column besides the key; repeat it.")
 ]
-Rows = Annotated[int, typer.Option("--chunk-rows", min=1, help="Rows of one transaction.")]
+Rows = Annotated[int | None, typer.Option("--chunk-rows", min=1, help="Rows of one transaction.")]
 
 
 def snapshot(
@@ -48,7 +48,7 @@ def snapshot(
     output: Annotated[Path | None, _output] = None,
     where: Where = None,
     column: Columns = None,
-    chunk_rows: Rows = 50_000,
+    chunk_rows: Rows = None,
 ) -> int:
     """Write the rows of tables in the text format of COPY, and show the progress on stderr.
 

@@ -347,7 +347,7 @@ class Postgres:
         *,
         where: str | None = None,
         columns: Sequence[str] | None = None,
-        chunk_rows: int = 50_000,
+        chunk_rows: int | None = None,
         consistent: bool = False,
         start: CopyPosition | str | None = None,
     ) -> Snapshot:
@@ -355,9 +355,9 @@ class Postgres:
 
         :param where: a condition in SQL, as after WHERE; it is not escaped.
         :param columns: the columns to read, besides the key; by default all.
-        :param chunk_rows: the number of rows that are read in one transaction, and fewer if they
-            have more than about 16 MB; up to three chunks are buffered, because two are read at the
-            same time.
+        :param chunk_rows: the number of rows that are read in one transaction, by default 50,000,
+            or 150,000 for `blocks()`; fewer if they have more than about 16 MB. Up to three chunks
+            are buffered, because two are read at the same time.
         :param consistent: read all rows with one snapshot, in one transaction, which holds back
             vacuum while it is open; it cannot be continued with `start`.
         :param start: the `position` of a snapshot that was not finished: continue it.
@@ -428,13 +428,13 @@ class Postgres:
         table: str,
         where: str | None,
         columns: Sequence[str] | None,
-        chunk_rows: int,
+        chunk_rows: int | None,
         caller: str,
     ) -> TableReader:
         wrong = mistakes([table])
         if isinstance(columns, str):
             wrong.append(f"columns={columns!r} must be a list of names, such as [{columns!r}]")
-        if chunk_rows < 1:
+        if chunk_rows is not None and chunk_rows < 1:
             wrong.append(f"chunk_rows={chunk_rows!r} must be at least 1")
         refuse(caller, wrong)
         return TableReader(

@@ -42,6 +42,8 @@ __all__ = ["Pieces", "TableReader", "TableView", "end_task"]
 
 log = logging.getLogger("moored.postgres")
 
+#: Rows of a chunk, by default: as Python values, and as bytes, which take less memory.
+ROWS, BYTE_ROWS = 50_000, 150_000
 #: Rows that are converted at once, before other tasks run.
 AT_ONCE = 1000
 #: About how many bytes the rows of a chunk have at most, by the size of so many of its first rows.
@@ -91,7 +93,7 @@ class TableReader:
     :param connect: checks out a connection of the snapshot pool.
     :param where: a condition in SQL: only rows that meet it are read.
     :param columns: the columns to read, besides the key; None for all.
-    :param rows: the number of rows of a chunk, at most.
+    :param rows: the number of rows of a chunk, at most; None for `ROWS` or `BYTE_ROWS`.
     :param publication: the publication by which the changes of the table are published.
     :param followed: whether keys of rows and changes are compared.
     """
@@ -104,7 +106,7 @@ class TableReader:
         *,
         where: str | None,
         columns: Sequence[str] | None,
-        rows: int,
+        rows: int | None,
         binary: bool,
         publication: str = "",
         followed: bool = False,
@@ -115,6 +117,8 @@ class TableReader:
         self._where = where
         self._columns = columns
         self._rows = rows
+        #: Whether rows are copied as bytes, of which a chunk may have more.
+        self.as_bytes = False
         self._binary = binary
         self._publication = publication
         self._followed = followed
@@ -247,10 +251,11 @@ class TableReader:
 
     async def _chunk_rows(self, conn: Connection, after: Key | None) -> int:
         """Return how many rows are read at once, by the size of the next ones."""
-        sample = min(SAMPLE, self._rows, self._fitting)
+        most = self._rows or (BYTE_ROWS if self.as_bytes else ROWS)
+        sample = min(SAMPLE, most, self._fitting)
         (size,) = await (await conn.execute(self.table.size(after, sample))).fetchone() or (None,)
         self._fitting = max(1, CHUNK_BYTES // max(size or 1, 1))
-        return min(self._rows, self._fitting)
+        return min(most, self._fitting)
 
     async def rows(
         self, view: TableView, after: Key | None, through: Key | None

@@ -189,6 +189,7 @@ class Snapshot:
 
     async def blocks(self) -> AsyncGenerator[bytes, None]:
         """Yield the rows as bytes, in the text format of COPY."""
+        self._reader.as_bytes = True
         async with aclosing(self._pieces(self._reader.blocks)) as found:
             async for blocks, chunk in found:
                 for block in blocks:
