@@ -24,7 +24,7 @@ endif
 SCRATCH    ?= $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }')" -gt 6000000 ] 2>/dev/null && \
 	! grep -q ' /dev/shm .*noexec' /proc/mounts && echo /dev/shm || echo "$${TMPDIR:-/tmp}")
 # More than a machine of two cores has: tests mostly wait for servers.
-WORKERS    ?= 4
+WORKERS    ?= 6
 PORT       ?= 8089
 # Outside of the checkout, so that a new one need not check the types of all packages again.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moored/mypy
@@ -37,7 +37,7 @@ PYTEST_DEV := TMPDIR=$(SCRATCH) PYTHONMALLOC=pymalloc $(BIN)/python -X dev -m py
 
 say = @printf '\033[1m» %s\033[0m\n'
 
-.PHONY: help run check pure test soak lint format bench bench-check docs clean servers
+.PHONY: help run check pure test tests soak lint format bench bench-check docs clean servers
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -76,7 +76,9 @@ pure: $(VENV)/.dev
 	@MOORED_SCALE=$(CHECK_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'pure and not soak' -n 2 --dist worksteal --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED) $$(grep -rl 'pytest\.mark\.pure' --include='test_*.py' tests)
 
 test: $(VENV)/.dev servers ## Lint, types, layers, docs and all tests, at small scale
-	@$(MAKE) -j2 --output-sync=target lint docs $(VENV)/.compiled
+	@$(MAKE) -j3 lint docs tests
+
+tests: $(VENV)/.compiled
 	$(say) "tests on $(WORKERS) workers (seed $(TEST_SEED), scale $(TEST_SCALE))"
 	@MOORED_SCALE=$(TEST_SCALE) MOORED_SEED=$(TEST_SEED) $(PYTEST) -q -m 'not soak' -n $(WORKERS) --dist worksteal --durations=10 --randomly-seed=$(TEST_SEED) --hypothesis-seed=$(TEST_SEED)
 
