@@ -18,7 +18,7 @@ from moored.postgres import Notification, Outbox, Reset, Transaction
 
 URL = os.environ["DATABASE_URL"]
 ACME = "11111111-1111-1111-1111-111111111111"
-COLUMNS = "(id int primary key, org_id uuid, item text)"
+TABLE, COLUMNS = "create table if not exists", "(id int primary key, org_id uuid, item text)"
 ADD = "insert into search values (%s, %s, %s) on conflict do nothing"
 
 app = moored.App("orders")
@@ -32,8 +32,8 @@ price_of = prices.unary_unary("/shop.Prices/Get")  # or a generated stub: Prices
 async def schema(ctx: ComponentContext) -> None:
     """Create what the service needs; the parts after it wait until this has returned."""
     async with db.connection() as conn:
-        for table in ("orders", "search"):
-            await conn.execute(f"create table if not exists {table} {COLUMNS}")
+        await conn.execute("select pg_advisory_xact_lock(1)")  # several workers start at once
+        await conn.execute(f"{TABLE} orders {COLUMNS}; {TABLE} search {COLUMNS}")
     await Outbox(db).install()
     await Outbox(db).capture("orders", tenant_column="org_id")
 
