@@ -380,7 +380,7 @@ class App:
     async def ready(self, timeout: float | None = None) -> None:
         """Wait until the app is ready; the error after the timeout names what is missing.
 
-        If a part cannot work until somebody changes something, its error is raised at once.
+        The error of a part that no retry can mend, such as a wrong password, is raised at once.
         """
         service = self._running()
         ready = service.monitor.wait_until(lambda status: status in READY_STATES, timeout)

@@ -498,7 +498,7 @@ class Hub:
     def is_confirmed(self, name: str) -> bool:
         """Return whether the tables of a consumer were published when it attached, or since then.
 
-        They may have been published for another consumer before, and not any more.
+        A table that another consumer has published may have been unpublished meanwhile.
         """
         known = self._known.get(name)
         return known is not None and known.confirmed
