@@ -11,6 +11,7 @@ import pytest
 from tests.postgres.conftest import MakePostgres, Sql
 
 from moored.postgres import Follow, PostgresError, Reset, Snapshot
+from moored.postgres.stream._link import ReplicationLink
 
 from .mirror import Copy
 from .orders import LIMIT, ROWS, copied, item_of
@@ -102,3 +103,21 @@ async def test_the_reset_after_another_replica_identity_names_it(
         item = await item_of(follow)
         assert isinstance(item, Reset)
         assert "another replica identity" in item.reason
+
+
+async def test_a_copy_waits_for_a_stream_that_starts_late(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a stream there is no position from which the copy could be continued."""
+    start, early = ReplicationLink.stream, None
+
+    async def start_late(link: ReplicationLink, command: str, **timeout: Any) -> None:
+        nonlocal early
+        early, _ = await asyncio.wait([coming], timeout=0.5)
+        await start(link, command, **timeout)
+
+    monkeypatch.setattr(ReplicationLink, "stream", start_late)
+    async with make() as pg, pg.follow("orders", consumer="c") as follow:
+        coming = asyncio.create_task(item_of(follow))
+        assert (await coming).position.position.lsn > 0
+    assert early == set()

@@ -352,6 +352,7 @@ class Hub:
             known.backlog = self._new_backlog()
             known.behind = known.skipped = False
             known.start = None
+        self.published.notify()
 
     def _too_early(self, known: _KnownConsumer, progress: Progress, confirmed: int) -> None:
         """Reset a consumer whose `start=` is before transactions that the server has discarded."""
@@ -495,13 +496,13 @@ class Hub:
         known = self._known.get(name)
         return {} if known is None else known.followed
 
-    def is_confirmed(self, name: str) -> bool:
-        """Return whether the tables of a consumer were published when it attached, or since then.
+    def is_ready(self, name: str) -> bool:
+        """Return whether a consumer has a position, and its tables were published since it attached.
 
         A table that another consumer has published may have been unpublished meanwhile.
         """
         known = self._known.get(name)
-        return known is not None and known.confirmed
+        return known is not None and known.confirmed and known.progress is not None
 
     async def follow(
         self, changes: Changes, tables: dict[str, Followed], missed: str | None, at: int

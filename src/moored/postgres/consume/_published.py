@@ -23,6 +23,10 @@ class Published:
     def add(self, tables: Iterable[str]) -> None:
         """Record that these tables are published."""
         self._tables.update(tables)
+        self.notify()
+
+    def notify(self) -> None:
+        """Let the waiting callers look again."""
         self._changed.set()
 
     def remove(self, tables: Iterable[str]) -> None:
@@ -36,7 +40,7 @@ class Published:
     def refuse(self, changes: Changes) -> None:
         """Record that a consumer's tables cannot be published."""
         self._refused.add(changes)
-        self._changed.set()
+        self.notify()
 
     def forget_refusal(self, name: str) -> None:
         """Forget that a consumer of this name was refused: it attaches again."""
@@ -51,13 +55,13 @@ class Published:
         self,
         tables: Collection[str],
         consumers: Callable[[], Iterable[Changes]],
-        confirmed: Callable[[], bool] = lambda: True,
+        ready: Callable[[], bool] = lambda: True,
     ) -> None:
         """Wait until these tables are published; without any, all tables of the consumers.
 
         Raises the error of a consumer whose tables cannot be published.
 
-        :param confirmed: must be true as well; called when tables were found to be published.
+        :param ready: must be true as well; called again after each `notify()`.
         """
         while True:
             wanted = set(tables) or {name for each in consumers() for name in each.tables}
@@ -65,7 +69,7 @@ class Published:
                 missing = set(each.tables) - self._tables
                 if each._error is not None and (not tables or missing & wanted):
                     raise each._error
-            if wanted <= self._tables and confirmed():
+            if wanted <= self._tables and ready():
                 return
             self._changed.clear()
             await self._changed.wait()

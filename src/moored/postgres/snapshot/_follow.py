@@ -192,6 +192,7 @@ class Follow:
                 if isinstance(item, Reset):
                     if not self._begins_again:
                         return
+                    await self._published()
                     await self._begin()
                     if txn is not None:
                         await txn.ack()  # all later snapshots see it
@@ -321,7 +322,7 @@ class Follow:
                     await self._hub.published.wait(
                         [self._reader.name],
                         self._hub.attached,
-                        lambda: self._hub.is_confirmed(self.name),
+                        lambda: self._hub.is_ready(self.name),
                     )
                     return
             except TimeoutError:
