@@ -176,7 +176,15 @@ async def test_rows_and_changes_add_up_to_the_table(
     await run(postgres, tmp_path, case)
 
 
-@pytest.mark.parametrize("case", ["int", "where", "snapshot", "partitioned"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "int",
+        "partitioned",
+        pytest.param("where", marks=pytest.mark.soak),
+        pytest.param("snapshot", marks=pytest.mark.soak),
+    ],
+)
 async def test_rows_and_changes_add_up_to_the_table_of_an_older_server(
     older_postgres: SyncEmbeddedPostgres, tmp_path: Path, case: str
 ) -> None:

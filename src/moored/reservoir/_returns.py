@@ -50,10 +50,12 @@ class Returns(Generic[C]):
                 await awaited(driver.rollback(conn, PING_TIMEOUT))
             settled = True
         except BaseException as failure:
-            doubt = failure
+            if not isinstance(error, asyncio.CancelledError):
+                doubt = failure
             if error is None or not isinstance(failure, Exception):
                 raise
-            log.warning("%s: rollback failed: %s", self._name, describe(failure))
+            level = self._level_of_loss(doubt)
+            log.log(level, "%s: rollback failed: %s", self._name, describe(failure))
         finally:
             await self.release(item, settled=settled, doubt=doubt)
 
@@ -85,6 +87,15 @@ class Returns(Generic[C]):
                 waiter = self._reservoir.core.give(item, self._reservoir.clock.monotonic())
             self._reservoir.carry_out(waiter)
 
+    def _level_of_loss(self, doubt: BaseException | None) -> int:
+        """Return the level at which the loss of a connection is logged.
+
+        A closed pool closes every connection anyway, and a caller that is cancelled may have cut
+        its connection: that deserves no warning.
+        """
+        expected = not self._reservoir.usable or isinstance(doubt, asyncio.CancelledError)
+        return logging.INFO if expected else logging.WARNING
+
     async def _clean(self, item: Item[C], settled: bool, doubt: BaseException | None) -> bool:
         """End what is in progress and reset the session; False if the connection is unusable."""
         driver, conn = self._reservoir.recipe.driver, item.conn
@@ -101,10 +112,7 @@ class Returns(Generic[C]):
                 return False
             state = self._state_of(conn, settled=True)
         if state is not DriverState.IDLE:
-            # A closed pool closes every connection anyway, and a caller that is cancelled may have
-            # cut its connection: that deserves no warning.
-            expected = not self._reservoir.usable or isinstance(doubt, asyncio.CancelledError)
-            level = logging.INFO if expected else logging.WARNING
+            level = self._level_of_loss(doubt)
             log.log(level, "%s: closing a connection that came back %s", self._name, state.value)
             return False
         if doubt is not None and driver.needs_ping(conn, doubt):

@@ -497,9 +497,10 @@ class Hub:
         return {} if known is None else known.followed
 
     def is_ready(self, name: str) -> bool:
-        """Return whether a consumer has a position, and its tables were published since it attached.
+        """Return whether a consumer has a position, and its tables are published.
 
-        A table that another consumer has published may have been unpublished meanwhile.
+        They were checked since it attached: a table that another consumer has published may have
+        been unpublished meanwhile.
         """
         known = self._known.get(name)
         return known is not None and known.confirmed and known.progress is not None
