@@ -103,8 +103,11 @@ def _initdb_once() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[SyncEmbeddedPostgres]:
-    """A running PostgreSQL for tests that leave it intact; see also `postgres_url`."""
-    with SyncEmbeddedPostgres() as server:
+    """A running PostgreSQL for tests that leave it intact; see also `postgres_url`.
+
+    Without autovacuum, whose transactions may hold back the events of an outbox for a moment.
+    """
+    with SyncEmbeddedPostgres(options={"autovacuum": "off"}) as server:
         yield server
 
 
