@@ -1,4 +1,4 @@
-"""An app with 1,000 sessions, and the server of their accounts."""
+"""An app with many sessions, 1,000 at full scale, and the server of their accounts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import asyncio
 
 import moored
 from moored.app import ComponentContext
+from moored.testing import scaled
 from moored.testing.demo import Demo, DemoServer
 
 __all__ = ["SESSIONS", "app"]
 
-SESSIONS = 1000
+SESSIONS = scaled(1000, least=200)
 
 app = moored.App("crowd")
 # The sign-in takes longer than the time after which missing sessions are an incident.
-accounts = app.sessions(name="chat", connect_rate=100, connect_burst=50)
+accounts = app.sessions(name="chat", connect_rate=SESSIONS / 10, connect_burst=SESSIONS // 20)
 server = DemoServer()
 
 

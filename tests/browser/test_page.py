@@ -115,7 +115,7 @@ def test_the_page_requires_the_token_shows_a_lost_service_and_reconnects(
         page.until("document.querySelector('#token')")
 
 
-def test_the_page_is_quick_with_1000_sessions(page: Page) -> None:
+def test_the_page_is_quick_with_many_sessions(page: Page) -> None:
     with running("tests.browser.many_sessions:app", cwd=ROOT) as service:
         service.wait_for("all sessions are online")
         # The first sign-in of all sessions is no incident.

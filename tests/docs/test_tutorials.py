@@ -14,8 +14,8 @@ from .pages import ROOT
 from .reader import Reader
 
 TUTORIALS = sorted(path.stem for path in (ROOT / "docs" / "tutorial").glob("*.md"))
-#: Other tests run the same programs, so that these pages are read in `make soak` only.
-RUN_ELSEWHERE = ("bot", "first-component", "follow-a-table", "insert-to-browser")
+#: Other tests run such programs, so that only this page is read in `make test`.
+REPRESENTATIVE = "whole-service"
 #: The ports of the pages, which may be in use on this machine.
 PORTS = ("1883", "1884", "5433", "8089", "50051")
 
@@ -24,7 +24,7 @@ PORTS = ("1883", "1884", "5433", "8089", "50051")
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.soak] if name in RUN_ELSEWHERE else [])
+        pytest.param(name, marks=[] if name == REPRESENTATIVE else [pytest.mark.soak])
         for name in TUTORIALS
     ],
 )

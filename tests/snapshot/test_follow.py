@@ -169,7 +169,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Others like these stay in `make test`.
+ALIKE = ("text", "altered", "exact snapshot")
+SOAK = pytest.mark.soak
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[SOAK] if case in ALIKE else []) for case in CASES]
+)
 async def test_rows_and_changes_add_up_to_the_table(
     postgres: SyncEmbeddedPostgres, tmp_path: Path, case: str
 ) -> None:
@@ -178,12 +185,7 @@ async def test_rows_and_changes_add_up_to_the_table(
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "int",
-        "partitioned",
-        pytest.param("where", marks=pytest.mark.soak),
-        pytest.param("snapshot", marks=pytest.mark.soak),
-    ],
+    ["int", *(pytest.param(case, marks=SOAK) for case in ("where", "snapshot", "partitioned"))],
 )
 async def test_rows_and_changes_add_up_to_the_table_of_an_older_server(
     older_postgres: SyncEmbeddedPostgres, tmp_path: Path, case: str
