@@ -20,7 +20,7 @@ from tests.sessions.mosquitto import port_is_open
 __all__ = ["Ejabberd"]
 
 #: It starts in some 2 s; a loaded machine may take many times that.
-START_LIMIT = 90.0
+START_LIMIT = 150.0
 #: Any user and password are accepted; only topics below `open` may be used.
 CONFIGURATION = """
 hosts: [localhost]

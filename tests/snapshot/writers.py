@@ -15,6 +15,7 @@ __all__ = ["KEYS", "create", "write", "write_until"]
 #: How the key of the number n is written, for each kind of table.
 KEYS = {
     "int": "{n}",
+    "small": "{n}",
     # The order of strings is that of the collation, which only the server knows.
     "text": "'Key {m} of ' || md5('{n}')",
     "pair": "'{t}'::date, md5('{n}')::uuid",
@@ -22,6 +23,7 @@ KEYS = {
 }
 COLUMNS = {
     "int": "id int primary key",
+    "small": "id int primary key",
     "text": "id text primary key",
     "pair": "day date, id uuid, primary key (day, id)",
     "partitioned": "id int primary key",
@@ -33,6 +35,8 @@ create table items_1 partition of items for values with (modulus 2, remainder 1)
 """
 #: Longer than the server sends with an update that does not change it.
 LARGE = "array_to_string(array(select md5(random()::text) from generate_series(1, 150)), '')"
+#: Of the kind "small", the server sends every value, so that no row must be read again.
+BODY = {"small": "md5(random()::text)"}
 
 
 def key(kind: str, number: int) -> str:
@@ -48,9 +52,10 @@ async def create(conn: psycopg.AsyncConnection[Any], kind: str, rows: int) -> No
         f"alter table items alter column body set storage external; "
         f"{PARTITIONS if partitioned else ''}".encode()
     )
+    body = BODY.get(kind, LARGE)
     for number in range(rows):
         await conn.execute(
-            f"insert into items values ({key(kind, number)}, {number}, 'new', {LARGE})".encode()
+            f"insert into items values ({key(kind, number)}, {number}, 'new', {body})".encode()
         )
     await conn.execute("analyze items")
 
@@ -60,14 +65,14 @@ def statement(kind: str, rng: random.Random, most: int, *, truncates: bool) -> t
     one, other = key(kind, rng.randrange(most)), key(kind, rng.randrange(most))
     row = "(day, id)" if kind == "pair" else "id"
     value = f"({one})" if kind == "pair" else one
-    amount = rng.randrange(100)
+    amount, body = rng.randrange(100), BODY.get(kind, LARGE)
     choices = {
-        "insert": f"insert into items values ({one}, {amount}, 'new', {LARGE}) "
+        "insert": f"insert into items values ({one}, {amount}, 'new', {body}) "
         "on conflict do nothing",
-        "upsert": f"insert into items values ({one}, {amount}, 'new', {LARGE}) "
+        "upsert": f"insert into items values ({one}, {amount}, 'new', {body}) "
         f"on conflict ({row.strip('()')}) do update set amount = {amount}",
         "update": f"update items set amount = {amount}, state = 'changed' where {row} = {value}",
-        "large": f"update items set body = {LARGE} where {row} = {value}",
+        "large": f"update items set body = {body} where {row} = {value}",
         "delete": f"delete from items where {row} = {value}",
         "move": f"update items set {row} = {'row' if kind == 'pair' else ''}({other}) "
         f"where {row} = {value}",
