@@ -257,7 +257,7 @@ def test_invariants_hold_with_many_threads_and_killed_servers(servers: list[Echo
     load.share(load.safe, Client())
     threads, files = own_threads(), descriptors()
     stress(load, servers[:2], kills)
-    assert load.outcomes["answered"] > 50 * kills, load.outcomes
+    assert load.outcomes["answered"] > 10 * kills, load.outcomes
     if kills > 10:  # calls may survive a few
         failed = load.outcomes["UNAVAILABLE"] + load.outcomes["not connected"]
         assert failed, "no kill was noticed"
