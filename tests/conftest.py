@@ -14,12 +14,18 @@ import uvloop
 from hypothesis import HealthCheck, settings
 from tests.initdb_once import initdb_once, pytest_configure, pytest_unconfigure
 from tests.servers import Databases
+from tests.workers import pytest_addoption, pytest_runtestloop
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import SECRETS
 from moored.testing import scaled
 
-__all__ = ["pytest_configure", "pytest_unconfigure"]
+__all__ = [
+    "pytest_addoption",
+    "pytest_configure",
+    "pytest_runtestloop",
+    "pytest_unconfigure",
+]
 
 # A background job of a script ignores SIGINT, a job under nohup ignores SIGHUP, and child processes
 # inherit that; tests that send these signals need the handlers of a terminal.

@@ -1,4 +1,4 @@
-"""Create a virtual environment; on Debian, first install the package that `venv` needs."""
+"""Create a virtual environment with uv; on Debian, first install the package that `venv` needs."""
 
 import os
 import shutil
@@ -36,8 +36,9 @@ def main() -> int:
         subprocess.run([sys.executable, "-m", "venv", target], check=True)
     else:
         venv.create(target, with_pip=True, symlinks=True)
-    # The pip of Python 3.11 takes a minute longer; if the update fails, it will do.
-    subprocess.run([f"{target}/bin/python", "-m", "pip", "install", "-q", "--upgrade", "pip"])
+    # Where uv is not to be had, pip will do.
+    install = [f"{target}/bin/python", "-m", "pip", "install", "-q", "-c", "constraints.txt", "uv"]
+    subprocess.run(install)
     return 0
 
 

@@ -36,7 +36,7 @@ __all__ = [
 
 #: How long anything may take that takes at most 10 s on an idle machine.
 LIMIT = 30.0
-_numbers = itertools.count(os.getpid() % 200 * 10)
+_numbers = itertools.count(1)
 
 
 async def run_sql(url: str, sql: str) -> list[Any]:
@@ -165,7 +165,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @asynccontextmanager
 async def black_hole(url: str) -> AsyncIterator[BlackHole]:
     """A path to the server that can be cut silently."""
-    number = next(_numbers) % 250
+    number = (os.getpid() * 10 + next(_numbers)) % 250
     name, ours, theirs = f"mrd{number}", f"10.213.{number}.1", f"10.213.{number}.2"
     try:
         _run("ip", "netns", "add", name)
