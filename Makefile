@@ -24,7 +24,7 @@ endif
 SCRATCH    ?= $(shell [ "$$(df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 { print $$4 }')" -gt 6000000 ] 2>/dev/null && \
 	! grep -q ' /dev/shm .*noexec' /proc/mounts && echo /dev/shm || echo "$${TMPDIR:-/tmp}")
 # More than a machine of two cores has: tests mostly wait for servers.
-WORKERS    ?= 6
+WORKERS    ?= 8
 PORT       ?= 8089
 # Outside of the checkout, so that a new one need not check the types of all packages again.
 export MYPY_CACHE_DIR ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/moored/mypy

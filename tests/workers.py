@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import pytest
 
@@ -85,7 +86,7 @@ class _Run:
 
     def run(self) -> None:
         """Return when all tests have run; in a worker, raise `pytest.exit.Exception`."""
-        reporter = self._config.pluginmanager.get_plugin("terminalreporter")
+        reporter: Any = self._config.pluginmanager.get_plugin("terminalreporter")
         reporter.showfspath = False  # the results of several files come in turns
         # The directories of the workers are in this one, which is removed at the end.
         directory = self._config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]
@@ -167,16 +168,16 @@ class _Reports:
 
 def _work(session: pytest.Session, connection: Connection, number: int, workers: int) -> None:
     """Run tests until none is left, then end this process as pytest itself ends."""
-    config = session.config
-    config.workerinput = {"workerid": f"gw{number}"}  # type: ignore[attr-defined]
+    config: Any = session.config
+    config.workerinput = {"workerid": f"gw{number}"}
     os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(workers)
     plugins = config.pluginmanager
     plugins.unregister(name="terminalreporter")
     # The files with the output of the tests would be shared with the other workers.
-    capture = plugins.get_plugin("capturemanager")
+    capture: Any = plugins.get_plugin("capturemanager")
     capture.stop_global_capturing()
     capture.start_global_capturing()
-    factory = config._tmp_path_factory  # type: ignore[attr-defined]
+    factory = config._tmp_path_factory
     factory._basetemp /= f"worker-{number}"
     factory._basetemp.mkdir(mode=0o700, exist_ok=True)
 
