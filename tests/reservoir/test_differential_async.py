@@ -164,10 +164,19 @@ async def terminated(side: Side, conn: Connection, value: int) -> None:
 
 
 async def cancelled_in_a_query(side: Side, conn: Connection, value: int) -> None:
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().call_later(0.005, task.cancel)
-    await conn.execute("select pg_sleep(10)")
+    """The server must be running the query: it ignores a cancellation that comes before."""
+    running = "select 1 from pg_stat_activity where pid = %s and state = 'active' and query = %s"
+    sleep = "select pg_sleep(60)"
+
+    async def cancel(task: asyncio.Task[object] | None) -> None:
+        while not side.observer.execute(running, [conn.info.backend_pid, sleep]).fetchone():
+            await asyncio.sleep(0.002)
+        assert task is not None
+        task.cancel()
+
+    cancelling = asyncio.create_task(cancel(asyncio.current_task()))
+    await conn.execute(sleep)
+    await cancelling
 
 
 def block(ending: Callable[[Side, Connection, int], Awaitable[None]]) -> Any:
