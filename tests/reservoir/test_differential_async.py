@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from psycopg import sql
 from tests.reservoir.pair import PATIENCE, SHORT, family
+from tests.reservoir.support import eventually_async
 
 from moored import reservoir
 from moored.testing import scaled
@@ -166,17 +167,17 @@ async def terminated(side: Side, conn: Connection, value: int) -> None:
 async def cancelled_in_a_query(side: Side, conn: Connection, value: int) -> None:
     """The server must be running the query: it ignores a cancellation that comes before."""
     running = "select 1 from pg_stat_activity where pid = %s and state = 'active' and query = %s"
-    sleep = "select pg_sleep(60)"
+    observed = [conn.info.backend_pid, sleep := "select pg_sleep(60)"]
 
-    async def cancel(task: asyncio.Task[object] | None) -> None:
-        while not side.observer.execute(running, [conn.info.backend_pid, sleep]).fetchone():
-            await asyncio.sleep(0.002)
-        assert task is not None
+    async def cancel(task: asyncio.Task[object]) -> None:
+        await eventually_async(lambda: side.observer.execute(running, observed).fetchone())
         task.cancel()
 
-    cancelling = asyncio.create_task(cancel(asyncio.current_task()))
-    await conn.execute(sleep)
-    await cancelling
+    task = asyncio.current_task()
+    assert task is not None
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(cancel(task))
+        await conn.execute(sleep)
 
 
 def block(ending: Callable[[Side, Connection, int], Awaitable[None]]) -> Any:
