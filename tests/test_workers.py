@@ -1,4 +1,4 @@
-"""The workers that run the tests: every test runs once, and is reported, whatever happens to them."""
+"""The workers of the tests: every test runs once and is reported, whatever happens to a worker."""
 
 from __future__ import annotations
 

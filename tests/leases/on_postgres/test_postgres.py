@@ -154,8 +154,8 @@ async def test_a_take_that_waited_for_the_row_lock_keeps_the_rate(
 ) -> None:
     await store.take("connects", rate=0.1, burst=5, tokens=1)
     with database.transaction():
-        # Other callers were quicker: when the row is free again, the limit is empty, as of later than
-        # the moment at which this one asked.
+        # Other callers were quicker: when the row is free again, the limit is empty, as of later
+        # than the moment at which this one asked.
         database.execute("select from moored.rates for update")
         asked = asyncio.ensure_future(store.take("connects", rate=0.1, burst=5, tokens=1))
         await asyncio.sleep(0.5)
