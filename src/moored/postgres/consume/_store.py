@@ -99,7 +99,7 @@ class StateStore:
 
     def confirmed(self) -> Lsn | None:
         """Return the highest LSN that was, or may have been, confirmed to the server."""
-        text = self.fact("told")
+        text = self.fact("confirmed")
         return None if text is None else Lsn.parse(text)
 
     def last(self) -> CommitMark:
@@ -134,9 +134,9 @@ class StateStore:
         with self._transaction():
             if self._resets().times != times_reset:
                 return
-            before = self._value("told")
+            before = self._value("confirmed")
             if before is None or confirmed > Lsn.parse(before):
-                self._set("told", str(confirmed))
+                self._set("confirmed", str(confirmed))
             before = self._value("last")
             if last != NO_COMMIT and (before is None or last > CommitMark.parse(before)):
                 self._set("last", str(last))
@@ -170,7 +170,7 @@ class StateStore:
         """Reset all consumers, or one: their positions are removed, and the reason stored."""
         with self._transaction():
             if name is None:
-                self._database.execute("delete from facts where name in ('told', 'last')")
+                self._database.execute("delete from facts where name in ('confirmed', 'last')")
                 self._database.execute("delete from followed")
                 self._set("resets", f"{self._resets().times + 1} {reason}")
             self._database.execute(
@@ -220,8 +220,8 @@ class StateStore:
         with self._transaction():
             self._set("history", str(history))
             self._database.execute("delete from facts where name = 'given_up'")
-            if confirmed is not None and self._value("told") is None:
-                self._set("told", str(confirmed))
+            if confirmed is not None and self._value("confirmed") is None:
+                self._set("confirmed", str(confirmed))
 
     def fact(self, name: str) -> str | None:
         """Return the value under a name; None if there is none."""
