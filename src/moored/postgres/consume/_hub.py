@@ -528,7 +528,7 @@ class Hub:
     def unused(self, wanted: Iterable[Table]) -> set[int]:
         """Return the added entries of the publication that no consumer follows or wants.
 
-        None while the tables of a consumer are unknown: after a reset, until it attaches again.
+        Empty while the tables of a consumer are unknown: after a reset, until it attaches again.
 
         :param wanted: the tables of the attached consumers.
         """
