@@ -547,6 +547,9 @@ def with_asyncio(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     for _ in range(2):
         asyncio.run(main())
         gc.collect()
+        for thread in threading.enumerate():
+            if "_poll_wrapper" in thread.name:  # gRPC's, which ends after the last channel
+                thread.join(LIMIT)
         for number in range(forks):
             children.make(lambda: asyncio.run(own()), gently=number % 2 == 0)
     return {"ends": children.ends, "longest_fork": children.longest_fork, "calls": calls}

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.postgres.conftest import Sql
 
-from moored.postgres import Follow, Rows
+from moored.postgres import Follow, Reset, Rows
 
 __all__ = ["CREATE", "LIMIT", "ROWS", "column", "copied", "item_of"]
 
@@ -30,11 +30,14 @@ async def item_of(follow: Follow) -> Any:
     return await asyncio.wait_for(anext(follow), LIMIT)
 
 
-async def copied(follow: Follow) -> list[Any]:
-    """Acknowledge the rows, and return their ids."""
+async def copied(follow: Follow, *, resets: bool = False) -> list[Any]:
+    """Acknowledge the rows, and return their ids; a `Reset`, if one is allowed, begins again."""
     found: list[Any] = []
     while not follow.progress.complete:
         item = await item_of(follow)
+        if resets and isinstance(item, Reset):
+            found.clear()
+            continue
         assert isinstance(item, Rows), item
         found += [row["id"] for row in item]
         await item.ack()

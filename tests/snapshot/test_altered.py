@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -37,8 +38,9 @@ async def test_a_column_that_keeps_its_name_and_type_while_its_values_change_is_
                 assert not follow.progress.complete
                 item = await item_of(follow)
             assert isinstance(item, Reset)
-            assert "altered while it was copied" in item.reason
-            assert await copied(follow) == list(range(1, ROWS + 1))
+            # The copy notices it, and the check of the published tables: one of them is first.
+            assert re.search("altered while it was copied|has changed the rows", item.reason)
+            assert await copied(follow, resets=True) == list(range(1, ROWS + 1))
         async with pg.snapshot("orders", chunk_rows=5) as snapshot:
             chunks = snapshot.chunks()
             await anext(chunks)

@@ -85,7 +85,7 @@ async def session_sandbox(
 ) -> AsyncIterator[SessionSandbox]:
     """Open a session without a server: sends are confirmed at once, and no byte is sent.
 
-    :param protocol: decides the features of the session; by default the demo protocol, with all.
+    :param protocol: decides the features of the session; by default the demo protocol.
     :param on_event: the handler under test; omit it for code that iterates over `session.events()`.
     """
     async with Sessions() as sessions:

@@ -1,4 +1,4 @@
-"""A small protocol with all optional features, and its server: for docs, demos and simulations.
+"""A small protocol with most optional features, and its server: for docs, demos, simulations.
 
 ::
 

@@ -254,7 +254,7 @@ def _reason(frame: Frame) -> str:
 
 @dataclass(eq=False, repr=False)
 class Demo(Protocol):
-    """A small protocol with all optional features, for docs, demos and simulations."""
+    """A small protocol with all features but subscriptions, for docs, demos and simulations."""
 
     #: A `DemoServer` of this process, or the endpoint of one.
     server: DemoServer | Endpoint
