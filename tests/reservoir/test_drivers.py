@@ -127,9 +127,12 @@ async def test_an_asyncpg_session_is_kept_if_the_reset_is_turned_off(module_url:
 async def test_an_asyncpg_backend_that_ended_is_not_handed_out(
     pool: Asyncpg, observer: psycopg.Connection[Any]
 ) -> None:
-    for conn in [item.conn for item in pool.reservoir.core.ready]:
-        observer.execute("select pg_terminate_backend(%s, 5000)", [conn.get_server_pid()])
-        await eventually_async(conn.is_closed)
+    items = list(pool.reservoir.core.ready)
+    for item in items:
+        observer.execute("select pg_terminate_backend(%s, 5000)", [item.conn.get_server_pid()])
+        await eventually_async(item.conn.is_closed)
+    # One that was in use, or opened, just before is handed out without a check.
+    await eventually_async(lambda: time.monotonic() >= max(each.fresh_until for each in items))
     async with pool.connection() as conn:
         assert await conn.fetchval("select 1") == 1
     assert pool.statistics().discards["bad"] == 2
