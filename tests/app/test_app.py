@@ -508,13 +508,13 @@ def test_mistakes_are_refused_when_they_are_made() -> None:
     app.pool("postgresql://localhost/x")
     with pytest.raises(AppError, match=r"the name 'pool' of a part is taken"):
         app.pool("postgresql://localhost/y")
-    with pytest.raises(AppError, match=r"after='nothing' names no part .*; there are pool"):
+    with pytest.raises(AppError, match=r"after='nothing' names no part .*; those are: pool"):
         app.pool("postgresql://localhost/y", name="late", after=["nothing"])
     with pytest.raises(TypeError, match="'x' is no source of events"):
         app.broker("x")
     with pytest.raises(AppError, match="has not been started"):
         app.tree()
-    with pytest.raises(AppError, match="no '/'"):
+    with pytest.raises(AppError, match="must not be empty or contain '/'"):
         App("a/b")
 
 

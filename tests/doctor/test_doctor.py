@@ -164,7 +164,7 @@ async def test_a_check_without_an_answer_does_not_stop_the_others(
         "create_privilege",
     }
     unknown = [each.problem for each in found if each.check != "replication_privilege"]
-    assert all(text.startswith("it could not be checked: ") for text in unknown)
+    assert all(text.startswith("the check could not run: ") for text in unknown)
 
 
 async def test_the_loss_of_the_server_ends_the_checks(

@@ -349,7 +349,7 @@ EXIT = """
 def run_script(script: str) -> str:
     """Run a script in another process, because pytest's must neither fork nor exit."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "dev", "-c", textwrap.dedent(script)],
+        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
         capture_output=True,
         text=True,
         timeout=60,

@@ -159,7 +159,7 @@ async def test_a_holder_is_notified_at_the_deadline(sim: Sim) -> None:
         assert told == [(175.0, error)]
         assert (error.reason, error.key) == ("expired", "db")
         assert str(error) == (
-            f"the lease of 'db' (fence {lease.fence}) is lost: it could not be renewed in time"
+            f"the lease of 'db' (fence {lease.fence}) is lost: not renewed before the deadline"
         )
         assert not lease.live
         assert repr(lease).endswith(": lost (expired)>")
@@ -192,7 +192,7 @@ async def test_a_manual_renewal_notifies_at_once(sim: Sim) -> None:
         lease = await leases.acquire("db", limit=1)
         assert lease is not None
         await leases.revoke(lease.id, "db")
-        with pytest.raises(LeaseLost, match="the store no longer has it"):
+        with pytest.raises(LeaseLost, match="no longer in the store"):
             await lease.renew()
         assert sim.now == 0.0
 
@@ -541,7 +541,7 @@ def test_lost_leases_are_logged_once_except_those_of_close(
     caplog.set_level(logging.WARNING, "moored.leases")
     run_one(scenario, 1).result()
     told = [record.message for record in caplog.records if " lost " in record.message]
-    assert told == ["the store: 3 leases lost (3 of 'db'): it could not be renewed in time"]
+    assert told == ["the store: 3 leases lost (3 of 'db'): not renewed before the deadline"]
 
 
 def test_a_client_may_be_created_outside_a_loop() -> None:

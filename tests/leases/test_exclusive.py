@@ -117,7 +117,7 @@ async def test_without_cancel_a_lost_lease_is_raised_at_the_end_of_the_block(sim
 @in_virtual_time
 async def test_a_loss_found_by_renew_is_raised_from_the_block(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
-        with pytest.raises(LeaseLost, match="no longer has it"):
+        with pytest.raises(LeaseLost, match="no longer in the store"):
             async with leases.exclusive("report") as lease:
                 await leases.revoke(lease.id, "report")
                 await lease.renew()

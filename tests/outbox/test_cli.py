@@ -56,7 +56,9 @@ def test_status_shows_consumers_and_the_culprit(database_url: str, capsys: Outpu
         shown = json.loads(capsys.readouterr().out)
         assert shown["held_back"]["pid"] == culprit.info.backend_pid
     assert "delivery is held back: events have waited for" in text
-    assert f"for backend {shown['held_back']['pid']}, open for" in text
+    assert (
+        f"for the end of the transaction of backend {shown['held_back']['pid']}, open for" in text
+    )
     assert "secret" not in text
     assert shown["held_back"]["query"] == "select pg_current_xact_id(), …"
     (consumer,) = shown["consumers"]

@@ -39,7 +39,7 @@ async def test_the_first_consumer_starts_the_outbox(
             async with transaction(streamed_url) as culprit:
                 await pg.outbox.publish(sql, "orders", "2")
                 await pg.outbox.status()
-                assert f"for backend {culprit.info.backend_pid}" in pg.explain()
+                assert f"transaction of backend {culprit.info.backend_pid}" in pg.explain()
                 held = pg.statistics()["outbox"]["status"]["held_back"]
                 assert held["pid"] == culprit.info.backend_pid
             last = await next_event(events)

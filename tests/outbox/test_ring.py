@@ -167,7 +167,7 @@ async def test_a_cursor_of_another_server_or_beyond_the_end_is_a_reset(opened: O
         system, timeline, lsn, *rest = batch.cursor.split("-")
         other = "-".join(("1", timeline, lsn, *rest))
         beyond = "-".join((system, timeline, str(int(lsn) + (1 << 40)), *rest))
-        for cursor, why in ((other, "another database"), (beyond, "still to come here")):
+        for cursor, why in ((other, "another database"), (beyond, "not been reached here")):
             reset = (await outbox.read(cursor)).reset
             assert reset is not None
             assert why in reset.reason

@@ -31,7 +31,7 @@ async def test_the_culprit_of_held_back_events_is_reported(url: str, sql: Sql) -
         assert held.query == "select …, …"
         assert held.age is not None
         assert held.age >= held.waiting >= 0.0
-        assert f'for backend {held.pid} (application "importer"), open for' in str(held)
+        assert f'of backend {held.pid} (application "importer"), open for' in str(held)
         await culprit.rollback()
         assert (await outbox.status()).held_back is None
 

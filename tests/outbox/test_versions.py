@@ -86,7 +86,7 @@ async def test_a_prepared_transaction_is_reported_as_the_culprit(url: str, sql: 
             assert held is not None
             assert (held.pid, held.gid) == (None, "forgotten")
             assert held.age is not None
-            assert "for prepared transaction 'forgotten', open for" in str(held)
+            assert "for the end of the prepared transaction 'forgotten', open for" in str(held)
             registry = CollectorRegistry()
             registry.register(OutboxCollector(outbox))
             assert 'pid="",prepared="forgotten"' in generate_latest(registry).decode()

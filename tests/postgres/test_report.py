@@ -260,7 +260,7 @@ async def test_statistics_work_after_close_and_not_before_open(
     async with pg:
         await pg.wait_until_active(LIMIT)
     assert pg.statistics()["health"] == "failed"
-    assert "because  it was closed" in pg.explain()
+    assert "because  the manager was closed" in pg.explain()
     never = make()
     await never.close()
     with pytest.raises(PostgresError, match="closed"):

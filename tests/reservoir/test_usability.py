@@ -134,7 +134,7 @@ def test_a_pool_that_is_not_closed_ends_without_output(postgres_url: str) -> Non
         "    conn.execute('select 1')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-X", "dev", "-W", "error", "-c", program],
+        [sys.executable, "-W", "error", "-c", program],
         capture_output=True,
         text=True,
         timeout=60,

@@ -157,10 +157,14 @@ def test_topology_server_can_have_its_own_certificate(uri: str) -> None:
 @pytest.mark.parametrize(
     ("why", "options", "told"),
     [
-        ("certificate has expired: OK", {"ca": b"-----BEGIN"}, "its certificate has expired"),
+        (
+            "certificate has expired: OK",
+            {"ca": b"-----BEGIN"},
+            "the server's certificate has expired",
+        ),
         ("certificate is not yet valid: OK", {}, "perhaps a clock is wrong"),
         ("unable to get local issuer certificate", {}, "with the option ca"),
-        ("self signed certificate", {"ca": b"-----BEGIN"}, "does not hold its authority"),
+        ("self signed certificate", {"ca": b"-----BEGIN"}, "does not hold the server's authority"),
     ],
 )
 def test_hints_name_the_certificate_problem(why: str, options: dict[str, Any], told: str) -> None:
@@ -247,7 +251,7 @@ async def test_error_names_a_client_certificate_of_another_authority(
     certificate, key = make_certificate(make_authority(tmp_path), "client")
     async with kind() as side:
         ours = {"certificate": certificate, "private_key": key}
-        with pytest.raises(ConnectFailed, match="does not accept what the option certificate"):
+        with pytest.raises(ConnectFailed, match="does not accept the client certificate"):
             await side.get(config(strict, authority / "ca.pem", **ours), timeout=1.0)
 
 

@@ -116,7 +116,7 @@ async def test_recorder_omits_the_error_text_of_a_step(
         assert isinstance(await session.send("bob-5551", b"attack", outcome=True), NotSent)
     recorder = sessions.recorder
     texts = "".join(f"{each}{recorder.explain(each)}" for each in recorder.components())
-    assert "a sender has crashed with 1 send: KeyError" in texts
+    assert "a step of a send has crashed (KeyError), and 1 send to that recipient failed" in texts
     assert "bob-5551" not in texts
     assert "attack" not in texts
 

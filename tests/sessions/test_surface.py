@@ -341,12 +341,12 @@ async def test_sender_crash_is_an_event_and_its_log_line_omits_the_error_text(
     await until(lambda: [each.type for each in events].count("sender_crashed"))
     assert events[-1] == Incoming("sender_crashed", SenderCrash("LookupError", 1), "alice")
     (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
-    assert "sessions/alice: a sender has crashed with 1 send: LookupError" in line
+    assert "sessions/alice: a step of a send has crashed (LookupError), and 1 send to" in line
     assert "in _poison" in line  # the place in the code
     assert "very-secret" not in caplog.text
     for _ in range(100):
         await alice.send("very-secret", b"", outcome=True)
-    lines = [each for each in caplog.records if "a sender has crashed" in each.getMessage()]
+    lines = [each for each in caplog.records if "of a send has crashed" in each.getMessage()]
     assert len(lines) == 10 + len((16, 32, 64))
 
 

@@ -89,7 +89,8 @@ async def write(
     url: str, kind: str, over: asyncio.Event, rng: random.Random, *, truncate: float, most: int
 ) -> Counter[str]:
     """Commit and roll back random transactions; return how often each statement was committed."""
-    done: Counter[str] = Counter()
+    task, done = asyncio.current_task(), Counter[str]()
+    assert task is not None
     async with await psycopg.AsyncConnection.connect(url) as conn:
         while not over.is_set():
             mine: Counter[str] = Counter()
@@ -104,6 +105,8 @@ async def write(
                 if rng.random() < 0.85:
                     await conn.commit()
                     done += mine
+            if task.cancelling():
+                raise asyncio.CancelledError  # psycopg may raise the error of the query instead
             await conn.rollback()
     return done
 

@@ -74,7 +74,7 @@ class App:
         self, name: str = "app", *, config: Config | None = None, recorder: Recorder | None = None
     ) -> None:
         if not name or "/" in name:
-            raise AppError(f"the name of an app is not empty and has no '/': {name!r}")
+            raise AppError(f"App(name={name!r}): the name must not be empty or contain '/'")
         self.name = name
         self.recorder = recorder or Recorder()
         self._config = config
@@ -252,13 +252,13 @@ class App:
         once: bool = False,
         shutdown: float = 5.0,
     ) -> Any:
-        """Add a coroutine function: restarted when it fails, stopped in order.
+        """Add a coroutine function as a part: it is restarted when it fails, and stopped in order.
 
-        As a decorator, with or without arguments. The function gets a `ComponentContext`.
+        Use it as a decorator, with or without arguments. The function gets a `ComponentContext`.
 
-        :param once: whether it is ready when it has returned, and not when it has begun: for a
-            migration that other parts come after.
-        :param shutdown: the seconds that it may take to end once it is cancelled.
+        :param once: whether the component is ready when the function has returned, and not when it
+            has begun: for a migration that other parts come after.
+        :param shutdown: the seconds that the function may take to end after it is cancelled.
         """
 
         def add(run: Run) -> Run:
@@ -311,8 +311,8 @@ class App:
         unknown = [each for each in after if each not in self._parts]
         if unknown:
             raise AppError(
-                f"{name}: after={unknown[0]!r} names no part that was added before it; "
-                f"there are {', '.join(self._parts) or 'none'}"
+                f"{name}: after={unknown[0]!r} names no part that was added before it; those are: "
+                f"{', '.join(self._parts) or 'none'}"
             )
         return PartEntry(name, required, after)
 

@@ -90,8 +90,8 @@ class Broker:
         in memory.
     :param tenant: the field of the payload (a JSON object) that names the tenant, or a function of
         the event that returns its name or None. An event without a tenant is dropped.
-    :param canonical: returns the one form of a tenant's name, or raises `ValueError`; by default
-        the name is a UUID.
+    :param canonical: returns the canonical form of a tenant's name, or raises `ValueError`; by
+        default the name must be a UUID.
     :param buffer: the most events that wait for one subscriber.
     :param buffer_bytes: the most bytes of payload that wait for one subscriber.
     :param slow: what happens if a buffer is full. `disconnect`: the stream ends, and the client
@@ -277,7 +277,7 @@ class Broker:
     # -- subscribers ---------------------------------------------------------------------------
 
     def canonical(self, tenant: str) -> str:
-        """Return the one form of a tenant's name; raises `ValueError`."""
+        """Return the canonical form of a tenant's name; raise `ValueError` for an invalid one."""
         return self._tenants.canonical(tenant)
 
     def has_channel(self, name: str) -> bool:

@@ -97,7 +97,7 @@ class ReplaySource(Protocol):
     """Reads earlier events, in the same order and with the same ids as the live ones."""
 
     def position(self, id: str) -> Any:
-        """Return the position of an event id; raises `HistoryLost` or `ValueError` for another."""
+        """Return the position of an id; raise `HistoryLost` or `ValueError` if it is not known."""
 
     async def read(
         self, after: Any, tenant: str, channels: frozenset[str] | None, limit: int

@@ -151,7 +151,7 @@ class BrokerApp:
             elif request.method == "OPTIONS":
                 await _respond(send, 204, b"", self._cors(request, preflight=True))
             elif request.method != method:
-                raise _Refused(405, f"the method of {request.path} is {method}")
+                raise _Refused(405, f"{request.path} accepts {method} only")
             elif request.path == "/v1/subscribe":
                 await self._events(request, receive, send)
             elif request.path == "/v1/tickets":

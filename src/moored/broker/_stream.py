@@ -33,8 +33,8 @@ class LiveStream:
     It yields `LiveEvent`, `StreamReset` and `Skipped`. It ends when the broker is drained, and
     raises `SlowSubscriber` if the buffer was full.
 
-    :ivar start: the id to resume after, if the stream ends before its first event; empty for a
-        stream that has resumed itself, or if the source has not begun.
+    :ivar start: the id to resume after, if the stream ends before its first event; empty if the
+        stream was opened with `after`, or if the source has not begun.
     """
 
     def __init__(

@@ -94,7 +94,7 @@ async def follow(
                 failures += 1
                 log.log(
                     logging.WARNING if failures == 1 else logging.DEBUG,
-                    "%s is lost, and is opened again: %s",
+                    "the stream of %s was lost and will be reopened: %s",
                     url,
                     describe(error),
                 )

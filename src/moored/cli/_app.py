@@ -70,7 +70,7 @@ Component = Annotated[
         autocompletion=_complete_component,
     ),
 ]
-Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks.")]
+Interval = Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between updates.")]
 Last = Annotated[
     str | None,
     typer.Option("--last", metavar="TIME", help="Only what went wrong within this time: 10m, 2h."),

@@ -127,7 +127,10 @@ def prune(
     retain: Annotated[
         float, typer.Option("--retain-days", help="Days that events are kept.")
     ] = 7.0,
-    max_bytes: Annotated[int | None, typer.Option("--max-bytes", help="The largest size.")] = None,
+    max_bytes: Annotated[
+        int | None,
+        typer.Option("--max-bytes", help="Also drop the oldest partitions beyond this many bytes."),
+    ] = None,
     as_json: Json = False,
 ) -> int:
     """Create the partitions of the next days, and drop those beyond the retention.

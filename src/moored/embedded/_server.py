@@ -249,7 +249,7 @@ class Server:
         if os.getpid() != self._owner:
             raise EmbeddedError(
                 f"the server belongs to process {self._owner}, and this is process {os.getpid()}, "
-                "a fork of it: only the former can start or end it; connect to it by its url"
+                "a fork of it: only the owner can start or stop the server; connect to its url"
             )
 
     def _shut_down(self) -> None:

@@ -68,7 +68,10 @@ class SingleFlight:
         if flight is None:
             flight = self._start(key, factory)
         elif flight.task is asyncio.current_task():
-            raise RuntimeError(f"the attempt for {key!r} waits for itself and would never end")
+            raise RuntimeError(
+                f"the attempt for {key!r} waits for itself and would never end: it has called do() "
+                "with its own key"
+            )
         flight.callers += 1
         return flight
 

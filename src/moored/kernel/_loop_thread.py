@@ -206,7 +206,10 @@ class LoopThread:
             raise self._unready()
 
     def _unready(self) -> RuntimeError:
-        return RuntimeError(f"{self.name} is still starting, and a finalizer cannot wait for it")
+        return RuntimeError(
+            f"{self.name} is still starting, and a finalizer cannot wait for it: do not run "
+            "coroutines in __del__"
+        )
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._stopped:

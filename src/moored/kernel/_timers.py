@@ -33,8 +33,9 @@ class Timers:
       callback may set it.
     - A replaced or cancelled timer never fires, even if it is due in this iteration of the loop.
 
-    Deadlines are in `clock.monotonic()` seconds; the default clock is that of the running loop. Use
-    it from one loop only. An exception of a callback goes to the loop's exception handler.
+    Deadlines are in `clock.monotonic()` seconds; the default clock is that of the running loop. A
+    `Timers` object belongs to one loop. An exception of a callback goes to the loop's exception
+    handler.
     """
 
     __slots__ = ("_armed", "_clock")

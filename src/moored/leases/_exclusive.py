@@ -44,7 +44,11 @@ class Exclusive:
         refuse("exclusive", unmet(("wait", self.wait, (self.wait or 0) >= 0, what)))
 
     async def acquire(self) -> Lease:
-        """Wait for the lease, without a block; raises `LeaseRefused` after `wait` seconds."""
+        """Wait for the lease and return it; raise `LeaseRefused` after `wait` seconds.
+
+        For use without `async with`: the caller releases the lease, and is not cancelled when the
+        lease is lost.
+        """
         clock = self.leases._clock
         deadline = Deadline.after(self.wait, clock)
         polls = Backoff(*POLL, jitter=0.25, clock=clock)

@@ -121,7 +121,7 @@ class Keeper:
         for entry in entries:
             # A renewal may still be in flight, and would extend a lease without a holder.
             self.doubt(entry.request)
-        self._lose(self._keep_locally(entries), "expired", "it could not be renewed in time")
+        self._lose(self._keep_locally(entries), "expired", "not renewed before the deadline")
         self._arm()
 
     def _keep_locally(self, entries: Sequence[Entry]) -> list[Entry]:
@@ -235,7 +235,7 @@ class Keeper:
         gone = [each for each, alive in zip(ids, answers, strict=True) if not alive]
         self.table.renewed(kept, sent_at)
         self.counts["renewed"] += len(kept)
-        self._lose(self.table.gone(gone), "gone", "the store no longer has it")
+        self._lose(self.table.gone(gone), "gone", "no longer in the store")
         self._arm()
 
     async def _release_doubts(self) -> None:

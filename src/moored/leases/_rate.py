@@ -244,17 +244,18 @@ class RateLimit:
     def _check(self, n: int) -> None:
         if not 1 <= n <= self.store_burst:
             raise ValueError(
-                f"n={n!r} must be between 1 and {self.store_burst}: the burst of {self.burst}, "
-                f"less the tokens of the {self.hold:g} s for which they are held"
+                f"n={n!r} must be between 1 and {self.store_burst} (burst={self.burst} minus "
+                f"hold={self.hold:g} s times rate={self.rate:g}): configure a greater burst or a "
+                "shorter hold"
             )
 
     def _too_small(self) -> list[str]:
         if self.store_burst >= self.batch:
             return []
         return [
-            f"burst={self.burst} leaves {self.store_burst} at once, because tokens are held for "
-            f"{self.hold:g} s at {self.rate:g}/s; it must leave the batch of {self.batch}: "
-            "configure a greater burst, a smaller batch or a shorter hold"
+            f"burst={self.burst} leaves {self.store_burst} at once: hold={self.hold:g} s at "
+            f"rate={self.rate:g} reserves the rest, but batch={self.batch} tokens are fetched at "
+            "once; configure a greater burst, a smaller batch or a shorter hold"
         ]
 
     def __repr__(self) -> str:

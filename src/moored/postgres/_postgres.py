@@ -59,24 +59,26 @@ class Postgres:
     stream works, and `connection()` and `changes()` wait by themselves.
 
     :param database_url: for `connection()`; it may lead to a pooler.
-    :param replication_url: the server itself, for replication, lock and administration;
-        `database_url`, if not given.
-    :param notify_url: the server itself, for `listener`. Without it, the first subscription opens
-        the listener with `database_url`, unless that leads to a pooler; "" turns the listener off.
-    :param stream_id: names the slot, the publication, the lock and the state file: instances with
-        the same `stream_id` take turns, different ones stream in parallel.
+    :param replication_url: the URL of the server itself, not of a pooler, for replication, the lock
+        and administration; by default `database_url`.
+    :param notify_url: the URL of the server itself, not of a pooler, for `listener`. Without it,
+        the first subscription opens the listener with `database_url`, unless that leads to a
+        pooler; "" turns the listener off.
+    :param stream_id: names the slot, the publication, the lock and the state file. Of the instances
+        with the same `stream_id`, one streams and the others stand by; instances with different
+        ones stream in parallel.
     :param pool_size: connections of both pools together.
     :param state_dir: where the positions of consumers are stored; by default `MOORED_STATE_DIR`, or
         a directory for this database in the user's state home.
     :param slot: the name of the replication slot; by default `moored_slot_<stream_id>`.
     :param publication: the name of the publication; by default `moored_publication_<stream_id>`.
     :param manual_publication: never create or change the publication.
-    :param temporary_slot: use a slot that the server drops with its connection: changes in between
-        are lost, with a `Reset`.
+    :param temporary_slot: use a slot that the server drops when its connection ends: changes until
+        the next connection are lost, and consumers get a `Reset`.
     :param recreate_slot: drop the slot at the start, and with it all unconsumed changes.
     :param failover_slot: let standbys keep a copy of the slot (PostgreSQL 17 and later).
-    :param binary: receive values in binary format (PostgreSQL 14 and later); values that psycopg
-        cannot load from it, as those of types of extensions, are bytes then.
+    :param binary: receive values in binary format (PostgreSQL 14 and later). Values of types for
+        which psycopg has no binary loader, such as types of extensions, are then bytes.
     :param messages: receive the messages of pg_logical_emit_message().
     :param connect_timeout: the timeout of one connection attempt, in seconds.
     :param shutdown_timeout: after so many seconds, `close()` aborts the remaining connections.
@@ -87,8 +89,8 @@ class Postgres:
         `on_retained_wal` applies.
     :param on_retained_wal: "warn", or "drop" the consumer that is furthest behind, with a `Reset`.
     :param application_name: the `application_name` of all connections.
-    :param show_queries: report the SQL, without literals, of transactions that a new slot waits
-        for; only if none but operators can read the report.
+    :param show_queries: include the SQL, without literals, of transactions that a new slot waits
+        for. Set it only if operators alone can read the report.
     """
 
     def __init__(

@@ -93,8 +93,9 @@ class Budget:
             (ReservoirConfig.rate, ReservoirConfig.burst),  # it has set none
         ):
             log.warning(
-                "a pool to %s is configured with %g connects per second, but another pool to the "
-                "same server has set %g: both share that limit",
+                "a pool to %s is configured with %g connects per second, which is ignored: another "
+                "pool to the same server has set %g, and all of them share that limit; configure "
+                "the same rate for all of them",
                 endpoint,
                 config.rate,
                 budget.config.rate,
@@ -174,6 +175,7 @@ class Budget:
                 await self.rate.wait()
         except TimeoutError:
             raise RateTimeout(
-                f"no turn within {RATE_PATIENCE:g} s to connect to {self.endpoint}: more than "
-                f"{self.config.rate:g} connections per second are wanted in the cluster"
+                f"the rate limit allowed no connect to {self.endpoint} within {RATE_PATIENCE:g} s: "
+                f"the cluster needs more than {self.config.rate:g} connects per second; raise the "
+                "rate, or find out why the connections end so soon"
             ) from None

@@ -26,7 +26,7 @@ class ReservoirError(MooredError, psycopg.OperationalError):
 
 
 class PoolTimeout(ReservoirError, TimeoutError):
-    """No connection within the caller's timeout; the message describes where they are."""
+    """No connection was free within the caller's timeout; the message shows the pool's state."""
 
 
 class PoolClosed(ReservoirError):

@@ -167,8 +167,8 @@ def split_uri(uri: str) -> SplitResult:
         parts = urlsplit(uri)
     if parts is None:
         raise ConfigError(
-            f"the host of {redacted(uri)!r} is wrong: only an IPv6 address has brackets, and it "
-            "has both; in a user name or a password, percent-encode them (%5B, %5D)"
+            f"the host of {redacted(uri)!r} is wrong: only an IPv6 address has brackets, as in "
+            "http://[::1]:50051; in a user name or a password, percent-encode them (%5B, %5D)"
         )
     if "@" in parts.path:
         raise ConfigError(
@@ -217,8 +217,8 @@ def _port(parts: SplitResult, text: str, uri: str, default_port: int) -> int:
     port = int(text) if text.isascii() and text.isdigit() and len(text) < 6 else 0
     if not 0 < port < 65536:
         raise ConfigError(
-            f"the port of {redacted(uri)!r} is wrong: it is a number from 1 to 65535; if it is a "
-            "password, a host must follow, as in http://user:password@host"
+            f"the port of {redacted(uri)!r} is wrong: a port is a number from 1 to 65535; if the "
+            "text is a password, a host must follow, as in http://user:password@host"
         )
     return port
 

@@ -61,8 +61,8 @@ class ManagerClosed(ChannelError):
 def closed(address: str) -> ManagerClosed:
     """Return the error of a call over a closed channel."""
     return ManagerClosed(
-        f"the connection to {address} is closed, as it was released, or its manager was closed: "
-        "take one with get_or_create"
+        f"the channel to {address} is closed: it was released, or its manager was closed; get a "
+        "new one with get_or_create()"
     )
 
 
@@ -77,8 +77,8 @@ def no_config(given: object) -> ConfigError:
 def no_channel(given: object) -> ConfigError:
     """Return the error for a channel that was never handed out: most likely an intercepted one."""
     return ConfigError(
-        f"{type(given).__name__} was not returned by get_or_create: keep the channel that was "
-        "returned, besides an intercepted one that is made from it, and pass that channel"
+        f"{type(given).__name__} was not returned by get_or_create(): pass the channel that "
+        "get_or_create() returned, not an intercepted channel that was made from it"
     )
 
 

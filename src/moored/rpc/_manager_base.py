@@ -320,5 +320,5 @@ class ManagerBase(Generic[H]):
 def _unreached(managed: ManagedConnection[Any]) -> ConnectFailed:
     """Return the error for a caller whose timeout has expired."""
     last = managed.core.last_error
-    why = describe(last) if last is not None else managed.trouble or "it does not answer"
+    why = describe(last) if last is not None else managed.trouble or "the server does not answer"
     return ConnectFailed(f"no connection to {managed.config.address} in time: {why}")

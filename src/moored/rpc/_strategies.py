@@ -54,7 +54,7 @@ class ConnectionStrategy(ABC):
 
 
 class RegularStrategy(ConnectionStrategy):
-    """For one server, which may restart.
+    """Makes channels to one server, which may restart.
 
     :param handler_factory: makes a channel; by default gRPC's own.
     :param channels: the number of channels to use as one, for a server that limits the calls of
@@ -67,12 +67,12 @@ class RegularStrategy(ConnectionStrategy):
         self._factory = pooled(handler_factory or _channel, channels)
 
     def create_handler(self, config: ConnectionConfig) -> Any:
-        """A channel to the server."""
+        """Return a channel to the server."""
         with inside():
             return self._factory(config)
 
     def on_unavailable(self, managed: Managed) -> bool:
-        """Always: a new channel does not inherit the pauses of the old one."""
+        """Return True: a new channel does not inherit the backoff of the old one."""
         return True
 
     def close(self, managed: Managed) -> None:
@@ -81,7 +81,7 @@ class RegularStrategy(ConnectionStrategy):
 
 
 class AsyncRegularStrategy(ConnectionStrategy):
-    """For one server, which may restart, with asyncio. Parameters: see `RegularStrategy`."""
+    """Makes channels to one server, which may restart; for asyncio, with the same parameters."""
 
     always_recovers = True
 
@@ -89,11 +89,11 @@ class AsyncRegularStrategy(ConnectionStrategy):
         self._factory = pooled_async(handler_factory or _aio_channel, channels)
 
     async def create_handler(self, config: ConnectionConfig) -> Any:
-        """A channel to the server."""
+        """Return a channel to the server."""
         return await awaited(self._factory(config))
 
     async def on_unavailable(self, managed: Managed) -> bool:
-        """Always: a new channel does not inherit the pauses of the old one."""
+        """Return True: a new channel does not inherit the backoff of the old one."""
         return True
 
     def close(self, managed: Managed) -> None:
@@ -105,16 +105,16 @@ class AsyncRegularStrategy(ConnectionStrategy):
 
 
 class GlobalStrategy(Follower, ConnectionStrategy):
-    __doc__ = f"For a primary that may move, with threads.\n{Follower.__doc__}"
+    __doc__ = f"Makes channels to a primary that may move; for threads.\n{Follower.__doc__}"
 
     def create_handler(self, config: ConnectionConfig) -> Any:
-        """A channel to the member that is wanted; the first time, the topology is fetched."""
+        """Return a channel to the chosen member; fetch the topology first if none is known."""
         target = LoopThread.shared().run(self._locate(config))
         with inside():
             return pooled(self._factory or _channel, self._channels)(target)
 
     def on_unavailable(self, managed: Managed) -> bool:
-        """Fetch a fresh topology, if that can be had soon; a new channel may help in any case."""
+        """Fetch the topology, if possible soon, and return whether a new channel may help."""
         return LoopThread.shared().run(self._reconsider(managed))
 
     def close(self, managed: Managed) -> None:
@@ -124,16 +124,16 @@ class GlobalStrategy(Follower, ConnectionStrategy):
 
 
 class AsyncGlobalStrategy(Follower, ConnectionStrategy):
-    __doc__ = f"For a primary that may move, with asyncio.\n{Follower.__doc__}"
+    __doc__ = f"Makes channels to a primary that may move; for asyncio.\n{Follower.__doc__}"
 
     async def create_handler(self, config: ConnectionConfig) -> Any:
-        """A channel to the member that is wanted; the first time, the topology is fetched."""
+        """Return a channel to the chosen member; fetch the topology first if none is known."""
         target = await self._locate(config)
         make = pooled_async(self._factory or _aio_channel, self._channels)
         return await awaited(make(target))
 
     async def on_unavailable(self, managed: Managed) -> bool:
-        """Fetch a fresh topology, if that can be had soon; a new channel may help in any case."""
+        """Fetch the topology, if possible soon, and return whether a new channel may help."""
         return await self._reconsider(managed)
 
     def close(self, managed: Managed) -> None:

@@ -16,18 +16,18 @@ from ._errors import ConfigError, ConnectFailed, TopologyError
 __all__ = ["unusable", "with_hint"]
 
 _HUNG_UP = ("Socket closed", "Connection reset", "Broken pipe")
-_AUTHORITY = "give the authority of its certificate with the option ca"
-_OTHER_AUTHORITY = "the option ca does not hold its authority"
+_AUTHORITY = "give the server's certificate authority with the option ca"
+_OTHER_AUTHORITY = "the option ca does not hold the server's authority"
 #: Parts of the errors of BoringSSL and gRPC, and what to do; the first match counts.
 _HINTS = {
     "WRONG_VERSION_NUMBER": "perhaps the server speaks no TLS: then write http:// for https://",
-    "CERTIFICATE_VERIFY_FAILED: certificate has expired": "its certificate has expired",
+    "CERTIFICATE_VERIFY_FAILED: certificate has expired": "the server's certificate has expired",
     "CERTIFICATE_VERIFY_FAILED: certificate is not yet valid": (
-        "its certificate is not valid yet: perhaps a clock is wrong"
+        "the server's certificate is not valid yet: perhaps a clock is wrong"
     ),
     "CERTIFICATE_VERIFY_FAILED": _AUTHORITY,
     "Hostname Verification Check failed": (
-        "if its certificate is for another name, give that with the option server_name"
+        "if the server's certificate is for another name, give that with the option server_name"
     ),
 }
 _UNUSABLE = "Failed to create security handshaker"
@@ -57,8 +57,11 @@ def _hint(config: ConnectionConfig, text: str, known: bool) -> str | None:
         hint = next((hint for words, hint in _HINTS.items() if words in text), None)
         return _OTHER_AUTHORITY if hint is _AUTHORITY and config.options.get("ca") else hint
     if config.options.get("certificate") is None:
-        return "perhaps it wants a certificate: give the options certificate and private_key"
-    return "perhaps it does not accept what the option certificate holds"
+        return (
+            "perhaps the server requires a client certificate: give the options certificate and "
+            "private_key"
+        )
+    return "perhaps the server does not accept the client certificate of the option certificate"
 
 
 def unusable(details: str) -> ConfigError | None:

@@ -167,7 +167,7 @@ class Config:
         _parse.host_names,
         "Further names that the Host header of a request may contain, for a proxy in front of a "
         "loopback address; other names are refused there, so that no web page can reach the "
-        "service through its own name that points to this machine.",
+        "service through a host name of its own that resolves to this machine (DNS rebinding).",
     )
     broker_channels: tuple[str, ...] = _knob(
         (),

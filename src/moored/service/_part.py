@@ -36,9 +36,9 @@ class System(Protocol):
 
 
 def costs_of(systems: Iterable[System]) -> Counter[str]:
-    """Return what failures have cost callers so far, by name: "sends unknown", for example.
+    """Return the counts of failures that callers have noticed, by name, such as "sends unknown".
 
-    A system that knows it has a method `costs()` for it.
+    Only systems with a method `costs()` are counted.
     """
     found: Counter[str] = Counter()
     for each in systems:

@@ -40,7 +40,7 @@ ROOT = "moored"
 class Service:
     """The whole service; made on the event loop that runs it.
 
-    It serves `asgi` on the listening sockets; without any, another server has to.
+    With listening sockets it serves `asgi` itself; without any, another ASGI server must serve it.
     `parts` are the systems that it runs, by default only PostgreSQL. Use it as an async context
     manager: entering starts the tree, leaving stops it, HTTP first.
     """

@@ -95,7 +95,7 @@ class Incoming:
 class SetAside:
     """A message that could not be handled: it is not acknowledged, and later ones are handled.
 
-    The server sends it again over the next link, if it does that in this protocol.
+    The server sends it again over the next link, if the protocol redelivers messages.
     """
 
     #: The event whose handler failed; without data if the protocol could not interpret it.
@@ -116,7 +116,7 @@ class Bounce:
 
 @dataclass(frozen=True, slots=True)
 class SenderCrash:
-    """The sender of a recipient has crashed: a step or the protocol raised an unexpected error."""
+    """A step of a send, or the protocol, crashed; all unsettled sends to the recipient failed."""
 
     #: The name of the exception's type; without its text, which may quote a message.
     error: str

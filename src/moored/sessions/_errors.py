@@ -31,10 +31,10 @@ class LinkLost(SessionError):
 
 
 class SenderCrashed(SessionError):
-    """The sender of a recipient has crashed; all unsettled sends to the recipient have failed."""
+    """A step of a send raised an unexpected error; all unsettled sends to that recipient failed."""
 
     def __init__(self, reason: BaseException | str) -> None:
-        super().__init__(f"the sender has crashed: {reason!r}")
+        super().__init__(f"a step of the sends to this recipient has crashed: {reason!r}")
         self.reason = reason
 
 

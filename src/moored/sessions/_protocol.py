@@ -57,7 +57,7 @@ class CloseClass(Enum):
 
     @property
     def final(self) -> bool:
-        """Whether the session does not reconnect: it would do harm, or is useless."""
+        """Whether the session stays offline, because reconnecting would do harm or cannot help."""
         return self not in (CloseClass.TRANSIENT, CloseClass.RESTART)
 
 

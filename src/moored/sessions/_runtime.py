@@ -177,7 +177,8 @@ class SessionRuntime:
         """Report that a sender has crashed, and how many sends failed with it."""
         # Without the error's text, which may quote a recipient or a message.
         crash = SenderCrash(type(error).__name__, count)
-        text = f"a sender has crashed with {counted(count, 'send')}: {crash.error}"
+        lost = counted(count, "send")
+        text = f"a step of a send has crashed ({crash.error}), and {lost} to that recipient failed"
         self.record(text, kind="failure")
         log_sender(self.name, text, error, self.sends.senders.crashes)
         self.emit("sender_crashed", crash)

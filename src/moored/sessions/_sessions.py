@@ -72,8 +72,8 @@ class Sessions:
     :param connect_burst: the most links at once.
     :param connect_timeout: the seconds for making a link, including its handshake.
     :param backoff: the pauses between attempts; by default, from 1 s to 60 s with full jitter.
-    :param events: the most events in the queue of a session, and as many messages that must be
-        acknowledged; the newest are dropped when it is full.
+    :param events: the most events in a session's queue, and, counted separately, the most messages
+        that must be acknowledged. When the queue is full, new events are dropped.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ _COUNTERS = {
     "stale": "Reads from a link that was already replaced, which were dropped.",
     "bounced": "Sends that the server confirmed and could not deliver later.",
     "crashes": "Connections that crashed and were started again.",
-    "sender_crashes": "Senders of one recipient that crashed.",
+    "sender_crashes": "Crashed steps of sends, each of which fails all sends to a recipient.",
     "reconnects": "Reconnects: times that a session came online again.",
     "late_confirmations": "Confirmations dropped: late, duplicate, or from an old link.",
     "events_dropped": "Events dropped because the event queue was full.",

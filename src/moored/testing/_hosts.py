@@ -162,7 +162,7 @@ class Host:
         self.boot()
 
     def boot(self, *mains: Main) -> None:
-        """Run these now, in a new process if the host was killed, and again at each restart."""
+        """Start these mains now, in a new process if the host was killed, and at each restart."""
         if self.alive:
             starting = mains
         else:

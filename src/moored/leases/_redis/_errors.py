@@ -47,14 +47,15 @@ _LASTING = (
     "DB index is out of range",
 )
 
+_GRANT = "run the ACL SETUSER command of the how-to 'Keep leases in Redis' for this user"
 #: Parts of error messages, each with what to do.
 _REMEDIES = {
     "NOAUTH": "give the user and password in the URL: redis://USER:PASSWORD@HOST",
     "Authentication required": "give the user and password in the URL: redis://USER:PASSWORD@HOST",
     "WRONGPASS": "correct the user or password in the URL",
     "invalid username-password": "correct the user or password in the URL",
-    "NOPERM": "give the user the commands and keys that the how-to for Redis lists",
-    "no permissions": "give the user the commands and keys that the how-to for Redis lists",
+    "NOPERM": _GRANT,
+    "no permissions": _GRANT,
     "WRONGTYPE": "another program uses these keys: choose another prefix= in the URL",
     "wrong kind of value": "another program uses these keys: choose another prefix= in the URL",
     "MOVED": "this is a node of a Redis Cluster: add cluster=yes to the URL",

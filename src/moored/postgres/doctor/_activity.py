@@ -59,7 +59,7 @@ class StuckLock(Check):
         "backend {pid} ({application}, for {age}) holds the lock of {slot}, and does not stream"
     )
     statements = ("SELECT pg_terminate_backend({pid})",)
-    advice = "unless it is an instance that is just starting"
+    advice = "terminate that backend, unless it belongs to an instance that is just starting"
 
     async def run(self, on: Examined) -> list[Finding]:
         """Query the holder of the lock."""

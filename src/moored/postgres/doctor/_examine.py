@@ -98,7 +98,7 @@ async def _run_checks(on: Examined) -> list[Finding]:
         try:
             findings += await check().run(on)
         except _links.ERRORS as error:
-            problem = f"it could not be checked: {describe(error)}"
+            problem = f"the check could not run: {describe(error)}"
             findings.append(Finding(check.name, Severity.WARNS, problem))
             findings += await _links.Reachability().run(on)
         if findings and findings[-1].check == _links.Reachability.name:

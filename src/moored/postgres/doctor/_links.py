@@ -80,7 +80,7 @@ class Pooler(Check):
     """A pooler at the URL of the listener: in transaction mode it loses notifications."""
 
     purpose = None
-    problem = "it leads to a pooler in {mode} mode, {harm}"
+    problem = "the URL leads to a pooler in {mode} mode, {harm}"
     advice = "set notify_url to the server itself (by convention port 5432 instead of 6432)"
 
     async def run(self, on: Examined) -> list[Finding]:

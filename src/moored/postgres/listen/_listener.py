@@ -53,15 +53,17 @@ class Listener:
     an operator must change something (a pooler, a wrong password). If the server is down, the
     listener goes on trying.
 
-    :param url: the server itself, not a pooler (by convention port 5432, and the pooler 6432).
+    :param url: the URL of the server itself, not of a pooler (by convention port 5432 instead of
+        6432).
     :param notify_through: sends notifications: a pool (of Moored, psycopg_pool or asyncpg), or a
-        URL. Without it, `notify()` is not available, and there is no canary.
+        URL. Without it, `notify()` is not available, and no test notifications are sent.
     :param heartbeat: seconds between two queries that prove that the server answers; they read the
         usage of the notification queue.
-    :param canary_every: seconds between two notifications that are sent through `notify_through` to
-        this listener. Each wakes every listener of the database: raise it for hundreds of them;
-        None sends none.
-    :param optional: turn off, with a warning, instead of refusing a pooler.
+    :param canary_every: seconds between two test notifications ("canaries") that are sent through
+        `notify_through` to this listener. Each wakes every listener of the database: raise the
+        interval if there are hundreds of listeners; None sends none.
+    :param optional: if the URL leads to a pooler, log a warning and turn the listener off, instead
+        of raising `PoolerRefused`.
     :param name: the name in metrics and logs.
     :param application_name: the `application_name` of the connection, unless the URL has one.
     """

@@ -109,7 +109,7 @@ def _consequence(now: Mapping[str, Any]) -> str:
     if now["up"]:
         return "there is nothing to do"
     if now["phase"] == "off":
-        return "it does not retry: correct the cause, and start it again"
+        return "the listener does not retry: correct the cause, and open a new listener"
     due = now["next_attempt"]
     when = "an attempt is under way" if due is None else f"the next attempt is in {duration(due)}"
-    return f"{when}; queries are not affected, and subscribers get a Gap when it is up again"
+    return f"{when}; queries are not affected, and subscribers get a Gap when the listener is up"

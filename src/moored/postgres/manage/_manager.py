@@ -479,4 +479,4 @@ class Manager:
             async with pool.pool.connection(timeout=1.0) as conn:
                 await call(conn, argument)
         except Exception as error:
-            log.warning("%s: %s", call.__name__, describe(error))
+            log.warning("%s failed during the shutdown: %s", call.__name__, describe(error))

@@ -98,7 +98,7 @@ class Parts:
             await work()
         except Exception as error:
             if failed is None:
-                log.warning("%s: %s", name, describe(error))
+                log.warning("the job %r of the manager failed: %s", name, describe(error))
                 return
             first = _first(error)
             diagnosis = diagnose(first)

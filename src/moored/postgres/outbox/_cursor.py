@@ -31,7 +31,9 @@ class Cursor(NamedTuple):
             timeline, xid, id_, mark = map(int, numbers)
             return cls(History(system_id, timeline), xid, id_, mark)
         except ValueError:
-            raise ValueError(f"{text[:100]!r} is not a cursor of an outbox") from None
+            raise ValueError(
+                f"{text[:100]!r} is not a cursor of an outbox: pass the `cursor` of an event"
+            ) from None
 
     def __str__(self) -> str:
         return "-".join(map(str, (*self.history, self.xid, self.id, self.mark)))
@@ -73,7 +75,7 @@ class OutboxState(NamedTuple):
             return "events after the cursor were dropped by the retention"
         if cursor.xid > self.xmax:
             return (
-                f"the cursor's position {cursor.xid} is still to come here (the next is "
+                f"the cursor's position {cursor.xid} has not been reached here (the next is "
                 f"{self.xmax}): a copy of the database's disk was restored"
             )
         if cursor.mark and not self.found and cursor.place != self.floor:

@@ -96,8 +96,8 @@ class Outbox:
         `Reset`. None leaves the upkeep, also new partitions, to others (`moored outbox prune`).
     :param max_bytes: drop the oldest partitions beyond this size, except the current one.
     :param partition: the period of one partition, in seconds: what is dropped at once.
-    :param show_queries: report the last statement, without literals, of a transaction that holds
-        events back; only if none but operators can read the report.
+    :param show_queries: include the last statement, without literals, of a transaction that holds
+        events back. Set it only if operators alone can read the report.
     """
 
     def __init__(
@@ -323,7 +323,7 @@ class Outbox:
                 await self.wakes.more(woken, held, page.server)
 
     def place(self, cursor: str) -> tuple[int, int]:
-        """Return what cursors are ordered by; raises `ValueError` for one that is not valid."""
+        """Return the sort key of a cursor; raise `ValueError` for an invalid cursor."""
         return Cursor.parse(cursor).place
 
     async def drop_consumer(self, name: str) -> None:
@@ -436,7 +436,7 @@ class Outbox:
                 self._reported = None
             elif held.pid != self._reported:
                 self._reported = held.pid
-                log.warning("delivery is held back: %s", held)
+                log.warning("delivery is held back until that transaction ends: %s", held)
             await asyncio.sleep(WATCH_EVERY)
 
     def __repr__(self) -> str:

@@ -59,11 +59,14 @@ class HeldBack(NamedTuple):
     gid: str | None
 
     def __str__(self) -> str:
-        who = f"backend {self.pid}" if self.gid is None else f"prepared transaction {self.gid!r}"
+        who = f"transaction of backend {self.pid}"
+        if self.gid is not None:
+            who = f"prepared transaction {self.gid!r}"
         age = "" if self.age is None else f", open for {duration(self.age)}"
         what = f": {self.query}" if self.query else ""
         name = f' (application "{self.application}")' if self.application else ""
-        return f"events have waited for {duration(self.waiting)} for {who}{name}{age}{what}"
+        found = f"events have waited for {duration(self.waiting)} for the end of the {who}"
+        return f"{found}{name}{age}{what}"
 
 
 class ConsumerLag(NamedTuple):

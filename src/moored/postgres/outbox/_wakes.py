@@ -99,7 +99,8 @@ class Wakes:
                         self.notified += 1
                         self.wake()
             except Exception as error:
-                log.log(level, "nothing wakes the outbox: it cannot subscribe: %s", describe(error))
+                text = "the outbox cannot subscribe to wake-ups; its consumers poll instead: %s"
+                log.log(level, text, describe(error))
                 level = logging.DEBUG
             finally:
                 self._subscribed = False

@@ -63,8 +63,10 @@ def _origin(holder: Mapping[str, Any]) -> str:
 def _words(now: Report) -> Words:
     health = Health(now["health"])
     if health is Health.FAILED:
-        why = now["fatal"] or "it was closed"
-        return Words([why], "it does not retry: correct the cause, and start it again")
+        why = now["fatal"] or "the manager was closed"
+        return Words(
+            [why], "the manager does not retry: correct the cause, and create a new Postgres"
+        )
     if health is Health.SLEEPING:
         return Words(
             ["all connections were closed after a time without use"],
@@ -83,14 +85,14 @@ def _words(now: Report) -> Words:
 def _between_attempts(now: Report) -> Words:
     outage = now["outage"]
     if outage is None:
-        return Words([now["cause"]] if now["cause"] else [], "it continues by itself")
+        return Words([now["cause"]] if now["cause"] else [], "the manager continues by itself")
     return Words(_failures(now), f"the next try is in {duration(outage['next_try'])}")
 
 
 def _connecting(now: Report) -> Words:
     return Words(
         ["the server has not answered yet", *_failures(now)],
-        "it waits for an answer, and retries by itself; if this persists, check that the server "
+        "the manager waits for an answer, and retries; if this persists, check that the server "
         "runs, and that the URL leads to it",
     )
 
@@ -114,8 +116,8 @@ def _configuring(now: Report) -> Words:
     if not blockers:
         return Words(
             ["publication and slot are being checked or created"],
-            "it continues by itself; a new slot waits for all running transactions; after 10 s "
-            "they are listed here",
+            "the manager continues by itself; a new slot waits for all running transactions; after "
+            "10 s they are listed here",
         )
     named = [
         f"the new slot waits for a transaction of backend {each['pid']}, open for "
@@ -140,7 +142,7 @@ def _filling(now: Report) -> Words:
 def _checking(now: Report) -> Words:
     return Words(
         ["the server's history and slot are compared with the stored state, and tables published"],
-        "it continues by itself; it waits for tables that other sessions have locked",
+        "the manager continues by itself; it waits for tables that other sessions have locked",
     )
 
 

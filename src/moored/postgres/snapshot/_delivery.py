@@ -28,7 +28,7 @@ class Rows(Sequence[Row]):
     ) -> None:
         #: The name of the table, without its schema.
         self.table = table
-        #: Store it with the effect, and pass it as `start=` later.
+        #: The position after these rows: store it with the effect, and pass it as `start=` later.
         self.position = position
         self._rows = rows
         self._acknowledge = acknowledge
@@ -75,7 +75,7 @@ class JoinedTransaction(Transaction):
 
     @property
     def position(self) -> CopyPosition:  # type: ignore[override]
-        """Store it with the effect, and pass it as `start=` later."""
+        """The position after this transaction: store it with the effect, pass it as `start=`."""
         return self._copy_position
 
     def __iter__(self) -> Iterator[Delivered]:

@@ -117,8 +117,8 @@ class Snapshot:
             if not same or table.version[:2] != self._version[:2]:
                 raise PostgresError(
                     f"the snapshot of {table.qualified} cannot be continued: the table was "
-                    "altered, where= or columns= are others, or the database was restored or "
-                    "replaced; begin a new one"
+                    "altered, where= or columns= differ from those at its start, or the database "
+                    "was restored or replaced; start a new snapshot"
                 )
         how = "with one snapshot" if self.one_snapshot else "in chunks"
         self._meter.begin(self._reader.table.qualified, self._reader.table.estimated, how)
@@ -148,7 +148,10 @@ class Snapshot:
         """
         history = self._history() if self._start is None else self._start.position.history
         if history is None:
-            raise PostgresError("the position is unknown until the stream has begun")
+            raise PostgresError(
+                "the position is unknown until the stream has begun: call wait_until_active() "
+                "before reading it"
+            )
         return CopyPosition(Position(history, self._lsn), self._state, self._version)
 
     @property

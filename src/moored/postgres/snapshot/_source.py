@@ -328,7 +328,9 @@ async def describe_table(
     chosen |= {each.name for each in key}
     copied = tuple(each[0] for each in listed if each[0] in chosen)
     if where is not None and not key:
-        raise ConfigurationError(f"where: {schema}.{plain} needs a primary key for it")
+        raise ConfigurationError(
+            f"where: {schema}.{plain} needs a primary key for it: add one, or leave out where="
+        )
     return SourceTable(
         oid=oid,
         schema=schema,

@@ -41,18 +41,18 @@ def cannot_connect(address: str, verdict: BaseException) -> tuple[grpc.StatusCod
 
 def from_finalizer(address: str) -> tuple[grpc.StatusCode, str]:
     """Return code and details for a call from a finalizer, which must not wait."""
-    where = (
-        "it was made by a finalizer in the middle of a change of the manager, or during "
-        "interpreter shutdown: no connection can be opened while it waits"
+    why = (
+        "a finalizer made the call while the manager was busy, or during interpreter shutdown: no "
+        "connection can be opened then; make the call before the object is garbage-collected"
     )
     # Not UNAVAILABLE, which would be retried, without success, while other threads are blocked.
-    return grpc.StatusCode.FAILED_PRECONDITION, f"not sent: no connection to {address}, and {where}"
+    return grpc.StatusCode.FAILED_PRECONDITION, f"not sent: no connection to {address}: {why}"
 
 
 def cut_off(address: str, closed: bool) -> str:
     """Return the details for a call that was sent and is aborted with UNAVAILABLE."""
     why = "its channel was closed" if closed else "its connection was replaced"
-    return f"cut off from {address or 'the server'}: {why}; it may have been executed"
+    return f"cut off from {address or 'the server'}: {why}; the server may have executed the call"
 
 
 class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]

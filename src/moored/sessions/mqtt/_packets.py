@@ -90,7 +90,8 @@ class MessageTooLarge(SessionError):
 
     def __init__(self, topic: str, size: int, limit: int) -> None:
         super().__init__(
-            f"a message to {topic!r} has {size} bytes with its header; max_packet_size={limit}"
+            f"a message to {topic!r} has {size} bytes with its header; max_packet_size={limit}: "
+            "its payload was dropped; raise max_packet_size to receive such messages"
         )
         self.topic = topic
         self.size = size
