@@ -24,9 +24,9 @@ from moored.testing import base_seed, scaled
 from .mirror import Copy, contents
 from .writers import create, write_until
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(600)
 
-LIMIT = 60.0
+LIMIT = 120.0
 ROWS = 120
 #: The keys of the tables, by their kind; `id` of all others.
 KEY = {"pair": ["day", "id"]}
