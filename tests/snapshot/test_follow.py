@@ -119,8 +119,9 @@ async def schedule(
         await create(conn, kind, ROWS)
         over, tasks = asyncio.Event(), Tasks()
         writing = tasks.start(write_until(url, kind, over, seed, truncate=truncate))
+        name = "s_" + url.rpartition("/")[2]  # the slot of a failed test may be left on the server
         async with Postgres(
-            url, state_dir=state, pool_size=3, stream_id=f"s{seed}", check_every=1.0
+            url, state_dir=state, pool_size=3, stream_id=name, check_every=1.0
         ) as pg:
             copy = Copy(*KEY.get(kind, ["id"]), exact=exact)
             size = rng.choice([3, 17])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from contextlib import suppress
 from typing import Any
@@ -99,9 +100,12 @@ async def write(
                 for _ in range(rng.choice([1, 1, 2, 4])):
                     truncates = rng.random() < truncate
                     name, text = statement(kind, rng, most, truncates=truncates)
+                    began = time.monotonic()
                     await conn.execute(text.encode())
                     mine[name] += 1
-                    await asyncio.sleep(rng.uniform(0, 0.004))
+                    # On a busy machine, the follower needs time to keep up.
+                    took = time.monotonic() - began
+                    await asyncio.sleep(rng.uniform(0, 0.004) + 3 * took)
                 if rng.random() < 0.85:
                     await conn.commit()
                     done += mine

@@ -22,10 +22,8 @@ __all__ = ["doctor"]
 _STYLES = {Severity.STOPS: "bold red", Severity.WARNS: "bold yellow", Severity.NOTES: "bold"}
 
 Url = Annotated[str, typer.Argument(metavar="URL", envvar="DATABASE_URL", help="The database.")]
-_replication = typer.Option(
-    envvar="MOORED_REPLICATION_URL", help="The URL for replication, without a pooler."
-)
-_notify = typer.Option(envvar="NOTIFY_URL", help="The URL for LISTEN, without a pooler.")
+_replication = typer.Option(envvar="MOORED_REPLICATION_URL", help="Its URL without a pooler.")
+_notify = typer.Option(envvar="NOTIFY_URL", help="Its URL without a pooler, for LISTEN.")
 _table = typer.Option("--table", metavar="TABLE", help="A table to follow; repeat it.")
 
 

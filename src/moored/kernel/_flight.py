@@ -68,10 +68,7 @@ class SingleFlight:
         if flight is None:
             flight = self._start(key, factory)
         elif flight.task is asyncio.current_task():
-            raise RuntimeError(
-                f"the attempt for {key!r} waits for itself and would never end: it has called do() "
-                "with its own key"
-            )
+            raise RuntimeError(f"the attempt for {key!r} waits for itself and would never end")
         flight.callers += 1
         return flight
 

@@ -206,10 +206,7 @@ class LoopThread:
             raise self._unready()
 
     def _unready(self) -> RuntimeError:
-        return RuntimeError(
-            f"{self.name} is still starting, and a finalizer cannot wait for it: do not run "
-            "coroutines in __del__"
-        )
+        return RuntimeError(f"{self.name} is still starting, and a finalizer cannot wait for it")
 
     def _running(self) -> asyncio.AbstractEventLoop:
         if self._stopped:

@@ -327,8 +327,7 @@ class Leases:
             self._keeper.doubt(request)
             raise StoreUnavailable(
                 f"{self._place} granted a lease of {request.key!r} after {took:.1f} s, too late "
-                f"for its ttl of {request.ttl:g} s: use a longer ttl, or find out why the store is "
-                "slow"
+                f"for its ttl of {request.ttl:g} s: use a longer ttl"
             )
 
     def _acquire_locally(self, request: Request, error: StoreUnavailable) -> Lease | None:

@@ -245,8 +245,7 @@ class RateLimit:
         if not 1 <= n <= self.store_burst:
             raise ValueError(
                 f"n={n!r} must be between 1 and {self.store_burst} (burst={self.burst} minus "
-                f"hold={self.hold:g} s times rate={self.rate:g}): configure a greater burst or a "
-                "shorter hold"
+                f"hold={self.hold:g} s times rate={self.rate:g}): configure a greater burst"
             )
 
     def _too_small(self) -> list[str]:

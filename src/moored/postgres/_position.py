@@ -74,7 +74,4 @@ def beyond_the_end(start: Position, end: Lsn) -> str:
 
 def of_another_history(start: Position, history: History) -> str:
     """Return the reason for a position of another database or timeline."""
-    return (
-        f"the position {start} belongs to another history than the database's, {history}: to "
-        "another database or timeline"
-    )
+    return f"the position {start} belongs to another history than the database's, {history}"

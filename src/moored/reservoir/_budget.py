@@ -176,6 +176,5 @@ class Budget:
         except TimeoutError:
             raise RateTimeout(
                 f"the rate limit allowed no connect to {self.endpoint} within {RATE_PATIENCE:g} s: "
-                f"the cluster needs more than {self.config.rate:g} connects per second; raise the "
-                "rate, or find out why the connections end so soon"
+                f"more than {self.config.rate:g} connections per second are wanted in the cluster"
             ) from None

@@ -57,10 +57,7 @@ def _hint(config: ConnectionConfig, text: str, known: bool) -> str | None:
         hint = next((hint for words, hint in _HINTS.items() if words in text), None)
         return _OTHER_AUTHORITY if hint is _AUTHORITY and config.options.get("ca") else hint
     if config.options.get("certificate") is None:
-        return (
-            "perhaps the server requires a client certificate: give the options certificate and "
-            "private_key"
-        )
+        return "the server may want a certificate: give the options certificate and private_key"
     return "perhaps the server does not accept the client certificate of the option certificate"
 
 

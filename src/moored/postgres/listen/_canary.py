@@ -95,8 +95,7 @@ class Canary:
             self._suspect = True
             self._figures.canaries_lost += 1
             raise CanaryLost(
-                "a test notification that was sent through the pool (notify_through) did not "
-                f"arrive within {SILENCE:g} s"
+                f"a test notification through notify_through did not arrive within {SILENCE:g} s"
             ) from None
         self._figures.canary_latency = self._clock.monotonic() - began
         return None
@@ -143,10 +142,7 @@ class Canary:
 
     def _report_pooler(self, failure: str | None) -> None:
         if failure is not None:
-            raise PostgresError(
-                "the URL of the listener leads to a pooler, and a test notification that shows its "
-                f"mode could not be sent: {failure}; set the URL to the server itself"
-            )
+            raise PostgresError(f"the listener's URL leads to a pooler of unknown mode: {failure}")
         if not self._figures.pooler:
             log.warning(
                 "the listener is connected through a pooler in session mode: it works, but occupies"
@@ -170,9 +166,8 @@ def _refusal(pooler: bool) -> ConfigurationError:
             "of the server itself (by convention port 5432 instead of 6432)"
         )
     return ConfigurationError(
-        "notifications that are sent through the pool (notify_through, or database_url) do not "
-        "reach the listener: the two URLs lead to different servers or databases; correct one of "
-        "them"
+        "notifications that are sent through the pool do not reach the listener: the two URLs "
+        "lead to different servers or databases; correct one of them"
     )
 
 

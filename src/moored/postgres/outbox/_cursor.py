@@ -31,9 +31,7 @@ class Cursor(NamedTuple):
             timeline, xid, id_, mark = map(int, numbers)
             return cls(History(system_id, timeline), xid, id_, mark)
         except ValueError:
-            raise ValueError(
-                f"{text[:100]!r} is not a cursor of an outbox: pass the `cursor` of an event"
-            ) from None
+            raise ValueError(f"{text[:100]!r} is not a cursor of an outbox") from None
 
     def __str__(self) -> str:
         return "-".join(map(str, (*self.history, self.xid, self.id, self.mark)))

@@ -156,7 +156,6 @@ class StreamRing(StreamWakes):
                     await self._arrived.wait()
         except TimeoutError:
             raise PostgresError(
-                f"the change stream has delivered nothing for {ARRIVES:g} s, so the last events "
-                "are unknown: wait until the stream is active, or, if another process has it, "
-                "choose another stream_id for this one"
+                f"the change stream has delivered nothing for {ARRIVES:g} s, so the last events are"
+                " unknown: the stream is not active, or another process with this stream_id has it"
             ) from None

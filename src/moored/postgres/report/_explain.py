@@ -64,9 +64,7 @@ def _words(now: Report) -> Words:
     health = Health(now["health"])
     if health is Health.FAILED:
         why = now["fatal"] or "the manager was closed"
-        return Words(
-            [why], "the manager does not retry: correct the cause, and create a new Postgres"
-        )
+        return Words([why], "nothing is retried: correct the cause, and create a new Postgres")
     if health is Health.SLEEPING:
         return Words(
             ["all connections were closed after a time without use"],

@@ -148,10 +148,7 @@ class Snapshot:
         """
         history = self._history() if self._start is None else self._start.position.history
         if history is None:
-            raise PostgresError(
-                "the position is unknown until the stream has begun: call wait_until_active() "
-                "before reading it"
-            )
+            raise PostgresError("the position is not known yet: call wait_until_active() first")
         return CopyPosition(Position(history, self._lsn), self._state, self._version)
 
     @property

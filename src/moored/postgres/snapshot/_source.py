@@ -328,9 +328,7 @@ async def describe_table(
     chosen |= {each.name for each in key}
     copied = tuple(each[0] for each in listed if each[0] in chosen)
     if where is not None and not key:
-        raise ConfigurationError(
-            f"where: {schema}.{plain} needs a primary key for it: add one, or leave out where="
-        )
+        raise ConfigurationError(f"where: {schema}.{plain} needs a primary key for it: add one")
     return SourceTable(
         oid=oid,
         schema=schema,
