@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moored.kernel import Tasks, awaited
+from moored.kernel import Tasks, awaited, is_cancelled, raise_if_cancelled
 
 pytestmark = [pytest.mark.every_loop, pytest.mark.pure]
 
@@ -84,3 +84,43 @@ async def test_awaited_takes_plain_and_async_results() -> None:
     assert await awaited(7) == 7
     assert await awaited(answer()) == 7
     assert await awaited(asyncio.ensure_future(answer())) == 7
+
+
+async def test_a_loop_ends_when_an_error_of_a_statement_replaces_its_cancellation() -> None:
+    lost = ConnectionError("lost")
+
+    async def statement() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise lost from None  # as psycopg does
+
+    async def poll() -> None:
+        while True:
+            try:
+                await statement()
+            except ConnectionError as error:
+                raise_if_cancelled(error)
+
+    task = asyncio.ensure_future(poll())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError) as caught:
+        await task
+    assert caught.value.__cause__ is lost
+
+
+async def test_a_task_is_not_cancelled_by_the_end_of_what_it_awaits() -> None:
+    other: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    other.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await other
+    assert not is_cancelled()
+    raise_if_cancelled(ConnectionError())  # it does nothing
+
+
+async def test_a_timeout_that_has_passed_does_not_leave_its_task_cancelled() -> None:
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await asyncio.Event().wait()
+    assert not is_cancelled()

@@ -12,7 +12,7 @@ from typing import Any
 
 from moored.app import ComponentContext
 from moored.broker import Broker, BrokerOff, LiveEvent, SlowSubscriber
-from moored.kernel import Clock
+from moored.kernel import Clock, raise_if_cancelled
 from moored.postgres import Postgres, Reset, Transaction
 from moored.reservoir import AsyncConnectionPool
 from moored.sessions import Acked, Sessions, Text
@@ -101,8 +101,9 @@ class Load:
             try:
                 async with asyncio.timeout(TIMEOUT):
                     served = await once(began)
-            except Exception:  # every failure counts as a cost; its reason is shown by its part
-                served = False
+            except Exception as error:
+                raise_if_cancelled(error)
+                served = False  # this counts as a cost; its reason is shown by its part
             if served:
                 self._served(kind, began)
             elif kind != "sends":  # their outcomes are counted by the sessions

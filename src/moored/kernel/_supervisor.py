@@ -53,7 +53,7 @@ from ._rules import (
     is_defect,
     wants_restart,
 )
-from ._tasks import start_task
+from ._tasks import is_cancelled, start_task
 from ._tree import Tree
 from ._waiting import patiently
 from ._words import describe, duration
@@ -236,7 +236,7 @@ class Supervisor:
                 await asyncio.shield(operation)
                 return
             except asyncio.CancelledError:
-                if _cancelling():
+                if is_cancelled():
                     raise
         await self._end()  # the whole supervisor stops, and this child with it
 
@@ -332,7 +332,7 @@ class Supervisor:
         try:
             return await asyncio.shield(operation)
         except asyncio.CancelledError:
-            if operation.cancelled() and not _cancelling():
+            if operation.cancelled() and not is_cancelled():
                 raise NotRunning(f"{runner.path} was stopped before it had started") from None
             raise
 
@@ -545,12 +545,6 @@ async def _run_nested(make: Callable[..., Supervisor], ctx: Context) -> None:
     async with nested:
         ctx.started(nested)
         await nested._end()  # leaving the block raises the supervisor's error
-
-
-def _cancelling() -> bool:
-    """Whether the running task itself was cancelled, and not only what it awaits."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _refuse(path: str) -> None:

@@ -8,7 +8,7 @@ from contextvars import Context
 from inspect import isawaitable
 from typing import Any, TypeVar, overload
 
-__all__ = ["Tasks", "awaited", "start_task"]
+__all__ = ["Tasks", "awaited", "is_cancelled", "raise_if_cancelled", "start_task"]
 
 T = TypeVar("T")
 
@@ -43,6 +43,22 @@ async def awaited(value: T) -> T: ...
 async def awaited(value: Any) -> Any:
     """Return the result of a plain or an async function: `await awaited(function(…))`."""
     return await value if isawaitable(value) else value
+
+
+def is_cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not only what it awaits."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def raise_if_cancelled(error: BaseException) -> None:
+    """Raise `CancelledError`, with this error as its cause, if the running task was cancelled.
+
+    A loop that continues after errors of psycopg calls this first: when a cancelled statement fails
+    meanwhile, psycopg raises its error in place of the cancellation, and the loop would never end.
+    """
+    if is_cancelled():
+        raise asyncio.CancelledError from error
 
 
 class Tasks:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Protocol
 
 import psycopg
 from psycopg import AsyncClientCursor, sql
+
+from moored.kernel import raise_if_cancelled
 
 from .._errors import ConfigurationError, PostgresError
 from .._position import History
@@ -211,10 +212,7 @@ class Reader:
                     pass
                 return await cursor.fetchall() if cursor.description else []
         except psycopg.Error as error:
-            # psycopg raises the error of a statement in place of the cancellation that ended it.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise asyncio.CancelledError from error
+            raise_if_cancelled(error)
             raise translated(error) from error
 
 

@@ -20,7 +20,7 @@ import psycopg
 from psycopg import pq
 from psycopg.adapt import Transformer
 
-from moored.kernel import Backoff, WaitTimeout, describe
+from moored.kernel import Backoff, WaitTimeout, describe, raise_if_cancelled
 
 from .._errors import ConfigurationError, PostgresError
 from .._lsn import Lsn
@@ -194,9 +194,7 @@ class TableReader:
             try:
                 return await work()
             except (psycopg.Error, TimeoutError, WaitTimeout) as error:
-                # psycopg may raise the error of a statement in place of its cancellation.
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise asyncio.CancelledError from error
+                raise_if_cancelled(error)
                 if isinstance(error, psycopg.Error) and not _is_temporary(error):
                     raise self.failure(error) from error
                 log.warning("reading %s is tried again: %s", self.name, describe(error))

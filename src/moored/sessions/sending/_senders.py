@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from moored.kernel import KeyedWorkers, QueueFull
+from moored.kernel import KeyedWorkers, QueueFull, is_cancelled
 
 from .._errors import NotConnected, StepFailed
 from .._protocol import Outgoing, Step
@@ -117,7 +117,7 @@ class Senders:
             table.expired(parked.deadline)
             return False
         except asyncio.CancelledError as error:
-            if asyncio.current_task().cancelling():  # type: ignore[union-attr]
+            if is_cancelled():
                 raise
             # The awaitable was cancelled, not the sender.
             raise _gave_up(parked.stage) from error
