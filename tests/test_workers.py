@@ -84,3 +84,11 @@ def test_no_test_begins_after_the_first_failure_if_so_wanted(tmp_path: Path) -> 
     lines = run_pytest(tmp_path, "-x")
     assert "stopping after 1 failures" in "\n".join(lines)
     assert sum(line.startswith("PASSED") for line in lines) < 1500
+
+
+def test_the_stacks_of_a_test_that_takes_too_long_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "test_hangs.py").write_text("import time\ndef test_hangs(): time.sleep(1000)\n")
+    (tmp_path / "test_other.py").write_text("def test_other(): pass\n")
+    lines = run_pytest(tmp_path, "-p", "pytest_timeout", "--timeout", "1")
+    assert "1 failed, 1 passed" in lines[-1]
+    assert "Timeout (>1.0s) from pytest-timeout" in "\n".join(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import sys
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import pytest
+from _pytest._io import TerminalWriter
 
 __all__ = ["Schedule", "pytest_addoption", "pytest_runtestloop"]
 
@@ -173,6 +175,8 @@ def _work(session: pytest.Session, connection: Connection, number: int, workers:
     os.environ["PYTEST_XDIST_WORKER_COUNT"] = str(workers)
     plugins = config.pluginmanager
     plugins.unregister(name="terminalreporter")
+    # pytest-timeout writes the stacks of all threads here; they become a part of the report.
+    config.get_terminal_writer = lambda: TerminalWriter(sys.stderr)
     # The files with the output of the tests would be shared with the other workers.
     capture: Any = plugins.get_plugin("capturemanager")
     capture.stop_global_capturing()
