@@ -12,6 +12,7 @@ import pytest
 from tests.leases.virtual import in_virtual_time
 from tests.reservoir.stand_in import Conn, Journal, Server, Tokens, reservoir, wait_until
 
+from moored.leases import StoreMisconfigured
 from moored.reservoir import Reservoir, ReservoirConfig, TokenError
 from moored.testing import Sim
 
@@ -150,6 +151,34 @@ async def test_a_rate_limit_timeout_releases_the_lease(sim: Sim) -> None:
         await wait_until(lambda: not water.statistics().in_flight)
         assert len(journal.released) == len(journal.acquired) - 1
         await wait_until(lambda: water.statistics().size == 2, 300.0)
+
+
+@pytest.mark.parametrize("error", [StoreMisconfigured("access denied"), RuntimeError("a defect")])
+def test_a_failed_connect_whose_lease_cannot_be_released_is_repeated(error: Exception) -> None:
+    class Store(Journal):
+        broken = True
+
+        async def release(self, requests: Any) -> Any:
+            if self.broken:
+                raise error
+            return await super().release(requests)
+
+    @in_virtual_time
+    async def scenario(sim: Sim) -> None:
+        store = Store()
+        server = Server(store)
+        server.error = OSError("connection refused")
+        async with store.leases() as leases:
+            async with reservoir(server, ReservoirConfig(max_size=3), leases=leases) as water:
+                await wait_until(lambda: water.statistics().refill_failures.get("connect", 0) >= 7)
+                assert isinstance(water.upkeep.last_error, OSError)
+                server.error, store.broken = None, False
+                await wait_until(lambda: water.statistics().size == 3)
+                assert water.statistics().in_flight == 0
+                await wait_until(lambda: leases.statistics().in_doubt == 0)
+            assert list(await store.held()) == []
+
+    scenario()
 
 
 STAGES = {"lease": 0.5, "rate": 1.5, "token": 2.5, "connect": 3.5, "configure": 4.5}

@@ -238,9 +238,11 @@ class Upkeep(Generic[C]):
                 stage = "configure"
                 await self._prepare(conn)
         except BaseException as error:
-            await self._close_and_release(conn, lease)
-            with self._lock:
-                self.core.failed()
+            try:
+                await self._close_and_release(conn, lease)
+            finally:
+                with self._lock:
+                    self.core.failed()
             if isinstance(error, asyncio.CancelledError):
                 raise
             if isinstance(error, _NotNeeded):
@@ -354,7 +356,10 @@ class Upkeep(Generic[C]):
                 await self._close(conn)
         finally:
             if lease is not None:
-                await lease.release()
+                try:
+                    await lease.release()
+                except Exception as error:  # the lease client tries again, or lets it expire
+                    log.warning("%s: releasing a lease failed: %s", self.name, describe(error))
 
     # -- failures and recovery -------------------------------------------------------------------
 
