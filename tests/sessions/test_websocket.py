@@ -17,12 +17,16 @@ from websockets.http11 import Request, Response
 
 from moored.sessions import (
     Acked,
+    CloseClass,
+    Closing,
     Confirmed,
     Dialogue,
     Outgoing,
     Protocol,
+    ProtocolError,
     Ready,
     Sessions,
+    Unknown,
 )
 from moored.sessions._protocol import DialogueEvent
 from moored.sessions.transport._endpoints import WebSocket
@@ -324,6 +328,10 @@ class WordsDialogue(Dialogue):
         return b"hello"
 
     def feed(self, data: bytes) -> Iterator[DialogueEvent]:
+        if data == b"garbage":
+            raise ProtocolError("garbage")
+        if data == b"restarting":
+            yield Closing(CloseClass.TRANSIENT, farewell=b"bye")
         yield Ready() if data == b"welcome" else Confirmed(data.decode())
 
     def write(self, outgoing: Outgoing) -> bytes:
@@ -371,3 +379,31 @@ async def test_stop_returns_after_the_socket_of_a_slow_server_is_closed() -> Non
         async with asyncio.timeout(LIMIT):
             await alice.stop()
         assert link.over
+
+
+@pytest.mark.every_loop
+@pytest.mark.parametrize("message", [b"garbage", b"restarting"])
+async def test_message_that_ends_the_link_together_with_a_close_frame_is_no_crash(
+    sessions: Sessions, message: bytes
+) -> None:
+    links = 0
+
+    async def handler(connection: ServerConnection) -> None:
+        nonlocal links
+        links += 1
+        await connection.recv()
+        await connection.send("welcome")
+        if links == 1:
+            await connection.recv()
+            connection.protocol.send_text(message)
+            connection.protocol.send_close(1001)
+            connection.transport.write(b"".join(connection.protocol.data_to_send()))
+        await connection.wait_closed()
+
+    async with websocket_server(handler) as port:
+        endpoint = WebSocket(f"ws://127.0.0.1:{port}", text=True)
+        alice = await sessions.connect("alice", Words(endpoint))
+        assert isinstance(await alice.send("bob", b"", outcome=True, timeout=LIMIT), Unknown)
+        await alice.online(LIMIT)
+        assert (links, alice.status()["crashes"]) == (2, 0)
+        await alice.stop()

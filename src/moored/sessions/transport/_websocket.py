@@ -187,9 +187,10 @@ class WebSocketLink(Layer):
 
     def write(self, data: bytes) -> None:
         """Send a message as soon as possible."""
-        if self._closed or not data:
-            return
         core = self._core
+        # The core parses a whole read: it may know of a close frame that is still to be handled.
+        if self._closed or not data or core.state is not State.OPEN:
+            return
         if self._kind is Opcode.BINARY:
             core.send_binary(data)
         else:
@@ -201,7 +202,8 @@ class WebSocketLink(Layer):
         """Flush, send a close frame, and end when the server has answered it."""
         if self._closed:
             return
-        self._core.send_close(1000)
+        if self._core.state is State.OPEN:
+            self._core.send_close(1000)
         self._flush()
         self._ending()
 
