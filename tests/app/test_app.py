@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -22,7 +23,7 @@ from moored.broker import ApiKeys, LiveEvent, MemorySource
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Backoff
 from moored.postgres import Health, Outbox, Reset, Transaction
-from moored.rpc import ChannelError
+from moored.rpc import ChannelError, ConnectFailed
 from moored.service import Config, Part, ServiceError
 from moored.testing import AppLeaked, running_app
 from moored.testing.demo import Demo, DemoServer
@@ -434,6 +435,27 @@ async def test_a_channel_outlives_its_server() -> None:
         await asyncio.to_thread(server.kill)
     with pytest.raises(ChannelError, match="its app does not run"):
         echo(b"late")
+
+
+async def test_call_that_fails_before_the_first_connection_leaves_the_channel_usable(
+    tmp_path: Path,
+) -> None:
+    """The first failed call must not close the channel of the app, which calls again later."""
+    server, app = EchoServer(), new()
+    options: dict[str, Any] = {"tls": True, "ca": tmp_path / "missing.pem"}
+    echo = app.channel(server.address, name="vectors").unary_unary("/test.Echo/Echo")
+    secret = app.channel(server.address, name="secret", **options).unary_unary("/test.Echo/Echo")
+    try:
+        async with app, asyncio.timeout(LIMIT):
+            with pytest.raises(ConnectFailed, match="not sent: waited"):
+                await echo(b"early", timeout=0.1)
+            for _ in range(2):
+                with pytest.raises(ConnectFailed, match="option ca"):
+                    await secret(b"", timeout=LIMIT)
+            await asyncio.to_thread(server.start)
+            assert await echo(b"later", timeout=LIMIT) == b"later"
+    finally:
+        await asyncio.to_thread(server.kill)
 
 
 # -- inside other programs ---------------------------------------------------------------------

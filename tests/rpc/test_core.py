@@ -185,3 +185,12 @@ def test_first_attempt_without_waiting_callers_is_abandoned() -> None:
     known.broken(1, ERROR, 100.0)
     known.wait(100.0)
     assert known.leave(100.0) == [], "a recovery must continue without callers"
+
+
+def test_first_attempt_of_a_channel_that_a_client_holds_is_not_abandoned() -> None:
+    core = made()
+    core.lasting = True
+    assert core.leave(0.0) == []
+    timer, wake = core.failed(1, ERROR, 0.0, Verdict.MISTAKE)
+    assert (timer.act, wake.act) == (ShellAct.SET_TIMER, ShellAct.WAKE)
+    assert acts(core.due(timer.delay)) == [ShellAct.DIAL]

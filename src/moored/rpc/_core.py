@@ -107,6 +107,8 @@ class ConnectionCore:
         self.counters = counters or Counters()
         #: Numbers the channels; an error of an older one is ignored.
         self.generations = Generation()
+        #: Whether it is kept without waiting callers, because a client may hold its channel.
+        self.lasting = False
         #: The number of waiting callers.
         self.waiting = 0
         self.last_error: BaseException | None = None
@@ -170,15 +172,16 @@ class ConnectionCore:
         return self.wait(now)
 
     def leave(self, now: float) -> Actions:
-        """Count a caller that stops waiting; close a connection that never had a channel."""
+        """Count a caller that stops waiting; close a connection that no client ever got."""
         self.waiting -= 1
-        if self.waiting == 0 and self.machine.phase == "connecting" and not self.generation:
+        if not self.waiting and not self.lasting:
             return self.close("no caller waits for it any longer")
         return []
 
     def inherited(self, generations: Generation, cause: str) -> None:
         """Continue after these generations, without a channel, until a caller waits."""
         self.generations = generations
+        self.lasting = True
         self.machine.move("connecting/waiting", cause=cause)
         self._due_at = float("inf")
 
@@ -261,6 +264,7 @@ class ConnectionCore:
         if not self._is_current(attempt):
             return None
         self.generations.next()
+        self.lasting = True
         self.counters.connects += 1
         self.counters.renewals += self.machine.step == "renewing"
         self._since = now
@@ -280,7 +284,7 @@ class ConnectionCore:
     ) -> Actions:
         """The attempt has failed; the verdict tells whether others may succeed.
 
-        MISTAKE: all waiting callers fail. A connection that never had a channel is closed;
+        MISTAKE: all waiting callers fail. A connection that no client ever got is closed;
         otherwise a new caller starts another attempt, and without callers attempts are rare.
 
         REFUSED: all waiting callers fail, and so do new ones before the next attempt. Attempts are
@@ -295,7 +299,7 @@ class ConnectionCore:
             return []
         if verdict is Verdict.RETRY:
             return self._wait(error, now)
-        if verdict is Verdict.MISTAKE and not self.generation:
+        if verdict is Verdict.MISTAKE and not self.lasting:
             actions = self.close(error)
             self.verdict = error
             return actions
@@ -307,8 +311,8 @@ class ConnectionCore:
         self.machine.move(f"{self.machine.phase}/waiting", cause=error)
         delay = self._patient.fail()
         self._due_at = now + delay
-        # A connection that never had a channel is only retried when a caller waits for it.
-        timer = [ShellAction(ShellAct.SET_TIMER, delay=delay)] if self.generation else []
+        # A connection that no client ever got is only retried when a caller waits for it.
+        timer = [ShellAction(ShellAct.SET_TIMER, delay=delay)] if self.lasting else []
         return [*timer, ShellAction(ShellAct.WAKE)]
 
     def due(self, now: float) -> Actions:

@@ -95,6 +95,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         """
         managed = self._find_or_open(config, dedicated=False, timeout=None)
         managed.taken(client)
+        managed.core.lasting = True
         return managed.handler
 
     async def release(self, handler: AsyncHandler, client: object | None = None) -> None:
