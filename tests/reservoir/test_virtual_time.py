@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 from tests.leases.virtual import in_virtual_time
 
 from moored.kernel import Clock
@@ -119,6 +120,45 @@ async def test_after_a_failed_ping_all_idle_connections_are_pinged_together(sim:
         await asyncio.sleep(5.0)
         assert pool.statistics().discards == {"failed_check": 6}
         assert server.pings == 6
+
+
+@in_virtual_time
+async def test_a_cancelled_check_replaces_the_connection_that_it_was_pinging(sim: Sim) -> None:
+    server = Server(Clock.current())
+    async with server.pool(2) as pool:
+        await pool.wait()
+        server.silent = True
+        checking = asyncio.create_task(pool.check())
+        await until(lambda: server.pings == 1)
+        checking.cancel()
+        await asyncio.wait([checking])
+        assert checking.cancelled()
+        assert pool.statistics().discards == {"failed_check": 1}
+        async with pool.connection(), pool.connection(timeout=1.0):
+            pass
+
+
+@in_virtual_time
+async def test_a_connection_whose_is_broken_raises_is_replaced(sim: Sim) -> None:
+    failing: set[object] = set()
+
+    def is_broken(conn: object) -> bool:
+        if conn in failing:
+            raise ValueError("a defect of the callback")
+        return False
+
+    config = ReservoirConfig(scan_every=1000.0)
+    async with Server(Clock.current()).pool(1, config=config, is_broken=is_broken) as pool:
+        async with pool.connection() as first:
+            pass
+        await asyncio.sleep(10.0)  # no longer fresh
+        failing.add(first)
+        with pytest.raises(ValueError, match="a defect of the callback"):
+            async with pool.connection(timeout=1.0) as second:
+                failing.add(second)
+        async with pool.connection(timeout=1.0) as third:
+            assert third not in failing
+        assert pool.statistics().discards == {"bad": 2}
 
 
 @in_virtual_time

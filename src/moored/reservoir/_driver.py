@@ -150,6 +150,12 @@ def _hook_is_broken(driver: Driver, is_broken: Callable[[Any], bool]) -> None:
     def state(conn: Any) -> DriverState:
         return DriverState.BROKEN if is_broken(conn) else known_state(conn)
 
+    def clean(conn: Any) -> bool:
+        try:
+            return state(conn) is DriverState.IDLE
+        except Exception:
+            return False  # the return discards the connection, and raises the error
+
     driver.is_broken = broken  # type: ignore[method-assign]
     driver.state = state  # type: ignore[method-assign]
-    driver.clean = lambda conn: state(conn) is DriverState.IDLE  # type: ignore[method-assign]
+    driver.clean = clean  # type: ignore[method-assign]

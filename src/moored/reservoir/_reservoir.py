@@ -232,7 +232,7 @@ class Reservoir(Generic[C]):
                 item = self.core.take(now) or self.core.search(now)
                 if item is None:
                     self.core.empty += 1
-                elif now >= item.fresh_until and self.recipe.driver.is_broken(item.conn):
+                elif now >= item.fresh_until and self.is_broken(item.conn):
                     self.core.checkouts -= 1
                     self.core.discard(item, "bad")
                     self.upkeep.lost += 1
@@ -242,6 +242,16 @@ class Reservoir(Generic[C]):
             if item is not None:
                 self.mark(item, holder)
             return item
+
+    def is_broken(self, conn: C) -> bool:
+        """Whether an idle connection is unusable, or the user's `is_broken` fails."""
+        try:
+            return self.recipe.driver.is_broken(conn)
+        except Exception as error:
+            log.warning(
+                "%s: is_broken failed, closing a connection: %s", self.name, describe(error)
+            )
+            return True
 
     def mark(self, item: Item[C], holder: Any) -> None:
         """Store the holder of a connection and, with `leak_after`, the stack of the checkout."""

@@ -509,7 +509,6 @@ class Upkeep(Generic[C]):
 
     def _find_broken(self) -> None:
         """Discard ready connections whose sockets the server has closed."""
-        driver = self.recipe.driver
         with self._lock:
             items = list(self.core.ready)
         now = self.clock.monotonic()
@@ -517,7 +516,7 @@ class Upkeep(Generic[C]):
             with self._lock:
                 # Another thread may have taken the connection since, and may be using it.
                 idle = item.place is Place.READY and now >= item.fresh_until
-                if idle and driver.is_broken(item.conn):
+                if idle and self._reservoir.is_broken(item.conn):
                     self.core.discard(item, "bad")
                     self.lost += 1
 
@@ -553,14 +552,17 @@ class Upkeep(Generic[C]):
         waiter: Waiter[C] | None = None
         try:
             await self._call(self.recipe.driver.ping, item.conn, patience)
-        except Exception:
+        except BaseException as error:
             with self._lock:
                 self.core.discard(item, "failed_check")
                 self.lost += 1
+            if not isinstance(error, Exception):
+                raise
         else:
             with self._lock:
                 waiter = self.core.put(item, self.clock.monotonic())
-        self._settle(waiter)
+        finally:
+            self._settle(waiter)
 
 
 async def wait_set(event: asyncio.Event, seconds: float | None) -> None:
