@@ -17,7 +17,7 @@ from tests.broker.fleet import Sent, roam
 from tests.broker.serving import ACME, OTHER
 from tests.servers import empty_database, free_port
 
-from moored.broker import Broker, LiveEvent, StreamReset
+from moored.broker import Broker, LiveEvent, LiveStream, StreamReset
 from moored.broker.postgres import ChangeEvents, OutboxEvents
 from moored.embedded import EmbeddedPostgres, SyncEmbeddedPostgres
 from moored.postgres import Postgres
@@ -166,3 +166,41 @@ async def test_changes_of_a_table_reach_their_tenant(url: str, tmp_path: Path) -
                             found = await anext(stream)
     change = json.loads(found.payload)
     assert (change["op"], change["new"]["org_id"]) == ("insert", ACME)
+
+
+async def test_a_row_that_changes_its_tenant_shows_each_tenant_its_own_row_only(
+    url: str, tmp_path: Path
+) -> None:
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("create table orders (id int primary key, org_id uuid)")
+        conn.execute("alter table orders replica identity full")
+        async with Postgres(url, state_dir=tmp_path) as pg:
+            source = ChangeEvents(lambda: pg.changes(consumer="live", tables=["orders"]))
+            async with (
+                Broker(source, channels=["orders"]) as broker,
+                broker.subscribe(ACME) as old,
+                broker.subscribe(OTHER) as new,
+                asyncio.timeout(60),
+            ):
+                await pg.wait_until_published("orders")
+                conn.execute("insert into orders values (1, %s)", (ACME,))
+                conn.execute("update orders set org_id = %s", (OTHER,))
+                acme, other = {"id": 1, "org_id": ACME}, {"id": 1, "org_id": OTHER}
+                assert await changes(old, 2) == [("insert", None, acme), ("delete", acme, None)]
+                assert await changes(new, 1) == [("insert", None, other)]
+                conn.execute("truncate orders")
+                for stream in (old, new):
+                    reset = await anext(stream)
+                    assert isinstance(reset, StreamReset)
+                    assert reset.reason == "the table orders was truncated"
+
+
+async def changes(stream: LiveStream, count: int) -> list[tuple[str, object, object]]:
+    """Return the changes that the next events report."""
+    found = []
+    for _ in range(count):
+        event = await anext(stream)
+        assert isinstance(event, LiveEvent), event
+        body = json.loads(event.payload)
+        found.append((body["op"], body["old"], body["new"]))
+    return found

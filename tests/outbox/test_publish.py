@@ -209,11 +209,13 @@ def test_other_values_than_strings_are_json(payload: Any, text: str) -> None:
 
 async def test_capture_publishes_every_change_of_a_table(sql: Sql, outbox: Outbox) -> None:
     await sql.execute("drop schema if exists shop cascade")
-    await sql.execute('create schema shop create table "Orders" (id int primary key, org text)')
+    await sql.execute(
+        'create schema shop create table "Orders" (id int primary key, org text, note text)'
+    )
     await outbox.capture("shop.Orders", channel="orders", tenant_column="org")
     await outbox.capture("shop.Orders", channel="orders", tenant_column="org")
     await sql.execute("insert into shop.\"Orders\" values (1, 'acme'), (2, 'other')")
-    await sql.execute("update shop.\"Orders\" set org = 'acme' where id = 2")
+    await sql.execute("update shop.\"Orders\" set note = 'paid' where id = 2")
     await sql.execute('delete from shop."Orders" where id = 1')
     await sql.execute('truncate shop."Orders"')
     await outbox.uncapture("shop.Orders")
@@ -222,9 +224,24 @@ async def test_capture_publishes_every_change_of_a_table(sql: Sql, outbox: Outbo
     changes = [json.loads(event.payload) for event in found]
     assert [each["op"] for each in changes] == ["insert", "insert", "update", "delete", "truncate"]
     assert {each["table"] for each in changes} == {"shop.Orders"}
-    assert changes[2]["old"] == {"id": 2, "org": "other"}
-    assert changes[2]["new"] == {"id": 2, "org": "acme"}
-    assert [event.tenant for event in found] == ["acme", "other", "acme", "acme", None]
+    assert changes[2]["old"] == {"id": 2, "org": "other", "note": None}
+    assert changes[2]["new"] == {"id": 2, "org": "other", "note": "paid"}
+    assert [event.tenant for event in found] == ["acme", "other", "other", "acme", None]
+
+
+@pytest.mark.parametrize(("before", "after"), [("acme", "other"), (None, "other"), ("acme", None)])
+async def test_a_row_that_changes_its_tenant_is_deleted_for_one_and_inserted_for_the_other(
+    sql: Sql, outbox: Outbox, before: str | None, after: str | None
+) -> None:
+    await sql.execute("create table orders (id int, org text)")
+    await sql.execute("insert into orders values (1, %s)", (before,))
+    await outbox.capture("orders", tenant_column="org")
+    await sql.execute("update orders set org = %s", (after,))
+    old, new = {"id": 1, "org": before}, {"id": 1, "org": after}
+    assert [
+        (event.tenant, event.json()["op"], event.json()["old"], event.json()["new"])
+        for event in await stored(outbox)
+    ] == [(before, "delete", old, None), (after, "insert", None, new)]
 
 
 async def test_capture_needs_no_privileges_of_the_writer(

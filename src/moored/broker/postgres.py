@@ -121,8 +121,11 @@ class ListenerEvents:
 class ChangeEvents:
     """The changes of tables, as a source; the channel of an event is the name of its table.
 
-    A payload is a JSON object with `op`, `table`, `old` and `new`. A transaction is acknowledged
-    when all its changes were handed on.
+    A payload is a JSON object with `op`, `table`, `old` and `new`. An update that moves a row to
+    another tenant is a `delete` for the old one and an `insert` for the new one; a TRUNCATE is a
+    gap. A transaction is acknowledged when all its changes were handed on.
+
+    A `delete` has a tenant only if the replica identity of the table includes the tenant column.
 
     :param changes: returns the change stream, for example
         `lambda: pg.changes(consumer="live", tables=["orders"])`.
@@ -143,17 +146,19 @@ class ChangeEvents:
                 yield SourceGap(transaction.reason)
                 continue
             for change in transaction:
-                row = change.new or change.old or {}
-                body = {
-                    "op": change.kind,
-                    "table": change.table,
-                    "old": change.old and dict(change.old),
-                    "new": change.new and dict(change.new),
-                }
-                tenant = row.get(self._tenant_column)
-                yield SourceEvent(
-                    change.table,
-                    json.dumps(body, default=str),
-                    "" if tenant is None else str(tenant),
-                )
+                if change.kind == "truncate":
+                    yield SourceGap(f"the table {change.table} was truncated")
+                    continue
+                old, new, column = change.old, change.new, self._tenant_column
+                if old and new and old.get(column) != new.get(column):
+                    yield self._event("delete", change.table, old, None)
+                    yield self._event("insert", change.table, None, new)
+                else:
+                    yield self._event(change.kind, change.table, old, new)
             await transaction.ack()
+
+    def _event(self, op: str, table: str, old: Any, new: Any) -> SourceEvent:
+        body = {"op": op, "table": table, "old": old and dict(old), "new": new and dict(new)}
+        tenant = (new or old or {}).get(self._tenant_column)
+        payload = json.dumps(body, default=str)
+        return SourceEvent(table, payload, "" if tenant is None else str(tenant))

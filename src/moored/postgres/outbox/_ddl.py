@@ -20,7 +20,7 @@ from ._publish import check_schema
 #: How publishers wake consumers: by NOTIFY, by a message in the WAL, or not at all.
 Wake = Literal["notify", "stream", "poll"]
 #: The version of the tables and functions; install() replaces older functions.
-VERSION = 1
+VERSION = 2
 
 # Several processes may install at the same time.
 _BEGIN = """
@@ -62,19 +62,26 @@ begin
     insert into {schema}.outbox (channel, payload, tenant) values ($1, $2, $3);
 end $$;
 
--- The arguments of the trigger are the channel and, if given, the column with the tenant.
+-- The arguments of the trigger are the channel and, if given, the column with the tenant. An UPDATE
+-- of that column is published as a delete for the old tenant and an insert for the new one.
 create or replace function {schema}.outbox_capture() returns trigger language plpgsql
 security definer set search_path = pg_catalog, pg_temp as $$
 declare
     before json := row_to_json(old);
     after json := row_to_json(new);
+    moved bool := TG_OP = 'UPDATE'
+        and before ->> TG_ARGV[1] is distinct from after ->> TG_ARGV[1];
 begin
-    insert into {schema}.outbox (channel, tenant, payload) values (
-        TG_ARGV[0],
-        coalesce(after, before) ->> TG_ARGV[1],
-        json_build_object('op', lower(TG_OP), 'table', TG_TABLE_SCHEMA || '.' || TG_TABLE_NAME,
-            'old', before, 'new', after)::text
-    );
+    insert into {schema}.outbox (channel, tenant, payload)
+    select TG_ARGV[0], coalesce(e.new, e.old) ->> TG_ARGV[1],
+        json_build_object('op', e.op, 'table', TG_TABLE_SCHEMA || '.' || TG_TABLE_NAME,
+            'old', e.old, 'new', e.new)::text
+    from (values
+        (not moved, lower(TG_OP), before, after),
+        (moved, 'delete', before, null),
+        (moved, 'insert', null, after)
+    ) as e (applies, op, old, new)
+    where e.applies;
     return null;
 end $$;
 
