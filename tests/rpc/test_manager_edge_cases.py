@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from moored.rpc import (
     ConnectFailed,
     ConnectionConfig,
 )
+from moored.rpc._dial import make_aio_channel, make_channel
 from moored.testing import FaultProxy
 
 from .handlers import ECHO, ENDLESS, eventually
@@ -224,6 +226,40 @@ async def test_silently_lost_peer_is_detected_by_keepalive(echo: EchoServer) -> 
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
             assert time.monotonic() - began < 18.0  # 6, and thrice that
             proxy.heal()
+
+
+# -- callbacks that are cancelled --------------------------------------------------------------
+
+
+@both
+async def test_factory_that_raises_cancelled_error_is_called_again(
+    kind: Kind, echo: EchoServer
+) -> None:
+    make, made = make_channel if kind is Threads else make_aio_channel, itertools.count()
+
+    def factory(config: ConnectionConfig) -> Any:
+        if (number := next(made)) == 0:
+            raise asyncio.CancelledError  # as a token request does that another task cancels
+        return make(config, 5000 + number)
+
+    async with kind(handler_factory=factory) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        assert await side.call(channel, ECHO, b"hello") == b"hello"
+
+
+@both
+async def test_connection_whose_probe_raises_cancelled_error_is_replaced(
+    kind: Kind, echo: EchoServer
+) -> None:
+    def probe(channel: Any) -> bool:
+        raise asyncio.CancelledError
+
+    clock = Leaping()
+    async with kind(probe=probe, idle=1.0, clock=clock) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        clock.leap()
+        assert await side.get(config_of(echo), timeout=LIMIT) is channel
+        assert side.manager.get_stats()["counters"]["probes_unhealthy"] == 1
 
 
 # -- loops -----------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from moored.kernel import (
     Timers,
     Tree,
     forget_frames,
+    is_cancelled,
+    raise_if_cancelled,
     run_callback,
 )
 
@@ -211,6 +213,10 @@ class Background:
             # Another TimeoutError comes from the channel factory and is reported as it is.
             await self._fail(managed, attempt, channel, silent if limit.expired() else error)
         except asyncio.CancelledError:
+            if not is_cancelled():
+                foreign = ConnectFailed("the factory, strategy or topology raised CancelledError")
+                await self._fail(managed, attempt, channel, foreign)
+                return
             if channel is not None:
                 await self._discard(channel)
             raise
@@ -323,7 +329,8 @@ class Background:
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT):
                     healthy = await answers(self._kind, live.channel, self._policy.probe)
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as error:
+                raise_if_cancelled(error)
                 text = safe_text(error, _secrets(managed))
                 log.info("%s: the probe failed: %s", managed.address, text)
         self._tell(managed, managed.core.probed, generation, healthy)
