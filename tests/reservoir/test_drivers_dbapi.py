@@ -133,6 +133,20 @@ def test_putconn_rolls_back(pool: Pool, caplog: pytest.LogCaptureFixture) -> Non
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
 
 
+def test_give_back_rolls_back_and_closes_a_connection_that_it_cannot_roll_back(pool: Pool) -> None:
+    water = pool.reservoir
+    conn = water.try_checkout()
+    insert(conn, 1)
+    water.give_back(conn)
+    assert water.try_checkout() is conn
+    conn.commit()
+    insert(conn, 2)
+    conn.close()
+    water.give_back(conn)
+    assert rows(pool) == []
+    assert pool.statistics().discards == {"bad": 1}
+
+
 def test_a_failed_commit_is_raised_and_its_connection_kept(
     pg: Pool, observer: psycopg.Connection[Any]
 ) -> None:

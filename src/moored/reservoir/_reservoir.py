@@ -25,7 +25,7 @@ from moored.leases import sync as leases_sync
 from ._budget import Budget
 from ._config import ReservoirConfig
 from ._core import Core, Waiter
-from ._driver import Connect, DriverState, Hooks
+from ._driver import PING_TIMEOUT, Connect, DriverState, Hooks
 from ._errors import PoolClosed, ReservoirEmpty
 from ._item import Item, Place, holder_name
 from ._recipe import Conninfo, Options, Recipe
@@ -205,25 +205,31 @@ class Reservoir(Generic[C]):
     def give_back(self, conn: C, *, bad: bool = False) -> None:
         """Return a connection; do nothing if it was returned before.
 
-        A connection that is broken, busy or in a transaction, or is passed as `bad`, is closed.
+        A connection that is broken, busy or in a transaction, or is passed as `bad`, is closed. A
+        DB-API connection, which cannot report a transaction, is rolled back.
         """
+        item = self.core.items.get(id(conn))
+        if item is None or item.conn is not conn or item.place is Place.READY:
+            return
+        waiter: Waiter[C] | None = None
+        keep = not bad and self._can_be_kept(conn)  # without the lock: it may query the server
         with self.lock:
-            item = self.core.items.get(id(conn))
-            if item is None or item.conn is not conn or item.place is Place.READY:
-                return
-            waiter: Waiter[C] | None = None
-            now = self.clock.monotonic()
-            if bad or not self._can_be_kept(conn):
-                self.core.discard(item, "bad")
+            if keep:
+                waiter = self.core.give(item, self.clock.monotonic())
             else:
-                waiter = self.core.give(item, now)
+                self.core.discard(item, "bad")
         self.carry_out(waiter)
 
     def _can_be_kept(self, conn: C) -> bool:
         driver = self.recipe.driver
-        return driver.clean(conn) or (
-            not driver.knows_state and driver.state(conn) is not DriverState.BROKEN
-        )
+        if driver.knows_state:
+            return driver.clean(conn)
+        try:
+            driver.rollback(conn, PING_TIMEOUT)
+            return driver.state(conn) is not DriverState.BROKEN
+        except Exception as error:
+            log.warning("%s: rollback failed: %s", self.name, describe(error))
+            return False
 
     def obtain(self, now: float, holder: Any) -> Item[C] | None:
         """Take a ready connection whose socket was checked, or return None; never wait."""
