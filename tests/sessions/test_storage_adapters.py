@@ -8,12 +8,15 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.sessions.storages import make
+from tests.sessions.support import LIMIT
 
 from moored.sessions._errors import CorruptRecord, StorageError
 from moored.sessions.storage._files import FileStorage
@@ -22,6 +25,27 @@ from moored.sessions.storage._records import Corruption, Records
 from moored.sessions.storage._sqlite import SqliteStorage
 from moored.sessions.storage._storage import Storage
 from moored.testing import scaled
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "files"])
+async def test_calls_without_a_thread_fail_and_later_calls_succeed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    storage = make(kind, tmp_path)
+    await storage.open()
+    async with asyncio.timeout(LIMIT):
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            puts = [storage.put("alice", "creds", f"{n}", b"x") for n in range(3)]
+            for outcome in await asyncio.gather(*puts, return_exceptions=True):
+                assert isinstance(outcome, RuntimeError)
+        await storage.put("alice", "creds", "me", b"x")
+        assert await storage.keys("alice", "creds") == ["me"]
+    await storage.close()
+
 
 # -- SQLite --------------------------------------------------------------------------------------
 

@@ -50,7 +50,10 @@ def in_thread(
         except RuntimeError:
             dispose(outcome)  # the loop is closed, so the future has no waiter
 
-    start_thread(call, name=name).add_done_callback(report)
+    try:
+        start_thread(call, name=name).add_done_callback(report)
+    except RuntimeError as error:  # the limit of threads is reached
+        future.set_exception(error)
     return future
 
 
