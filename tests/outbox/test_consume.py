@@ -181,6 +181,23 @@ async def test_closing_ends_a_waiting_iteration(url: str) -> None:
         await asyncio.wait_for(waiting, LIMIT)
 
 
+async def test_closing_ends_a_waiting_tail(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with Outbox(url) as outbox:
+        more, waits = outbox.wakes.more, asyncio.Event()
+
+        async def wait_for_more(*args: Any) -> None:
+            waits.set()
+            await more(*args)
+
+        monkeypatch.setattr(outbox.wakes, "more", wait_for_more)
+        batches = outbox.tail()
+        await anext(batches)
+        waiting = asyncio.ensure_future(anext(batches))
+        await waits.wait()
+    with pytest.raises(PostgresError, match="is not open"):
+        await asyncio.wait_for(waiting, LIMIT)
+
+
 async def test_without_an_installation_the_error_says_what_to_run(url: str) -> None:
     async with Outbox(url, retain=None, schema="elsewhere") as outbox:
         with pytest.raises(ConfigurationError, match="run `moored outbox install`"):

@@ -207,6 +207,7 @@ class Outbox:
     async def close(self) -> None:
         """End every consumer, store their cursors, and stop the upkeep."""
         self._state = "closed"
+        self.wakes.wake()
         await asyncio.gather(*(consumer.aclose() for consumer in self._consumers))
         await self._stack.aclose()
 
@@ -298,7 +299,8 @@ class Outbox:
         """Yield the events of all tenants as they can be read, without a stored cursor.
 
         A batch with a `reset` has no events; the next ones continue with what is published then.
-        An error of the database is raised: call it again with the cursor of the last batch.
+        An error of the database is raised: call it again with the cursor of the last batch. So is
+        a `PostgresError` when the outbox is closed.
 
         :param after: the cursor to begin after; without one, with the events from now on.
         """
@@ -309,6 +311,7 @@ class Outbox:
             cursor = (await self._pages.page(None, 0)).server.now()
             yield OutboxBatch([], str(cursor), None)
         while True:
+            self._check_open()
             woken = self.wakes.next()
             page = await self._pages.page(cursor, PAGE, channels)
             if (reason := page.server.refuses(cursor)) is not None:
