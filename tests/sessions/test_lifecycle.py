@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 from tests.leases.virtual import in_virtual_time
@@ -18,7 +19,9 @@ from moored.sessions import (
     AlreadyRunning,
     CloseClass,
     Incoming,
+    LoginStep,
     NotConnected,
+    ProtocolError,
     RetryCache,
     Session,
     Sessions,
@@ -26,10 +29,13 @@ from moored.sessions import (
     Text,
     Unknown,
 )
+from moored.sessions._protocol import DialogueEvent
 from moored.sessions._sessions import CLOSING
+from moored.sessions.link._connection import LOGIN_TIMEOUT
 from moored.sessions.storage._memory import MemoryStorage
 from moored.testing import Sim, scaled
 from moored.testing.demo import Demo, DemoServer
+from moored.testing.demo._protocol import DemoDialogue
 
 #: How long a handler has to finish its event at the end of a session.
 PATIENCE = 5.0
@@ -408,6 +414,50 @@ async def test_session_that_used_all_attempts_can_be_connected_again(server: Dem
         server.refusing = False
         await alice.connect(10)
         assert isinstance(await alice.send("bob", b""), Acked)
+
+
+# -- a login step ------------------------------------------------------------------------
+
+
+class TogetherDialogue(DemoDialogue):
+    """A dialogue that gets a login step in one read with the welcome or an invalid frame."""
+
+    __slots__ = ("valid",)
+    valid: bool
+
+    def feed(self, data: bytes) -> Iterator[DialogueEvent]:
+        yield LoginStep("pairing code", "1234")
+        if not self.valid:
+            raise ProtocolError("not a frame")
+        yield from super().feed(data)
+
+
+class Together(Demo):
+    valid = True
+
+    def begin(self, profile: str, credentials: bytes | None, memory: Any) -> DemoDialogue:
+        dialogue = TogetherDialogue(profile, credentials, memory)
+        dialogue.valid = self.valid
+        return dialogue
+
+
+@in_virtual_time
+async def test_login_step_and_welcome_in_one_read_complete_the_dial(sim: Sim) -> None:
+    async with Sessions() as sessions:
+        alice = await sessions.connect("alice", Together(DemoServer()))
+        await asyncio.sleep(2 * LOGIN_TIMEOUT)
+        assert (alice.state, alice.generation) == ("online", 1)
+
+
+@in_virtual_time
+async def test_login_step_and_invalid_frame_in_one_read_end_the_dial(sim: Sim) -> None:
+    protocol = Together(DemoServer())
+    protocol.valid = False
+    async with Sessions(backoff=Backoff(1.0, 1.0)) as sessions:
+        alice = await sessions.start("alice", protocol)
+        await until(lambda: alice.generation > 10)
+        dials = [each for each in asyncio.all_tasks() if "_dial" in repr(each.get_coro())]
+        assert len(dials) <= 1, "the dials of lost links still wait for a login"
 
 
 # -- status() -----------------------------------------------------------------------------

@@ -52,7 +52,8 @@ class Connection:
     endpoint: Any = None
     _poke: asyncio.Future[None] | None = None
     _dialling: asyncio.Task[None] | None = None
-    _greeted: asyncio.Future[bool | None] | None = None
+    # The reports to the dial: several may come in one read.
+    _greetings: asyncio.Queue[bool | None] | None = None
     _error: BaseException | None = None
 
     def __post_init__(self) -> None:
@@ -114,10 +115,9 @@ class Connection:
             # Without the timeout: waiting for the rate limit is not the server's fault.
             await runtime.before_dial()
             async with asyncio.timeout(runtime.owner._connect_timeout) as limit:
-                self._greeted = loop.create_future()
+                greetings = self._greetings = asyncio.Queue()
                 await self._open(generation)
-                while not (done := await self._greeted):
-                    self._greeted = loop.create_future()
+                while not (done := await greetings.get()):
                     if done is None:
                         await self._secure()
                     else:
@@ -136,7 +136,7 @@ class Connection:
             self.crash(error)
         finally:
             if self._dialling is asyncio.current_task():
-                self._dialling = self._greeted = None
+                self._dialling = self._greetings = None
 
     async def _open(self, generation: int) -> None:
         runtime = self._runtime
@@ -171,8 +171,8 @@ class Connection:
 
     def greet(self, done: bool | None) -> None:
         """Report to the dial that it is complete, needs a person (False), or needs TLS (None)."""
-        if self._greeted is not None and not self._greeted.done():
-            self._greeted.set_result(done)
+        if self._greetings is not None:
+            self._greetings.put_nowait(done)
 
     def _failed(self, generation: int, reason: str) -> None:
         core, reason = self._runtime.core, self._runtime.credentials.hide(reason)
