@@ -14,16 +14,18 @@ import pytest
 from moored.kernel import Clock
 from moored.rpc import (
     AsyncConnectionManager,
+    AsyncRegularStrategy,
     ChannelError,
     ConnectFailed,
     ConnectionConfig,
+    RegularStrategy,
 )
 from moored.rpc._dial import make_aio_channel, make_channel
 from moored.testing import FaultProxy
 
-from .handlers import ECHO, ENDLESS, eventually
+from .handlers import ECHO, ENDLESS, FAIL, eventually
 from .servers import EchoServer
-from .sides import LIMIT, Aio, Client, Kind, Threads, both, config_of
+from .sides import LIMIT, Aio, Client, Kind, Threads, aborted, both, config_of
 from .test_failed_attempts import RefusingServer
 from .test_leaks import Leaping
 
@@ -226,6 +228,26 @@ async def test_silently_lost_peer_is_detected_by_keepalive(echo: EchoServer) -> 
                 assert error.code() is grpc.StatusCode.UNAVAILABLE
             assert time.monotonic() - began < 18.0  # 6, and thrice that
             proxy.heal()
+
+
+@both
+async def test_strategy_cannot_keep_a_channel_that_was_dropped(
+    kind: Kind, echo: EchoServer
+) -> None:
+    base: Any = RegularStrategy if kind is Threads else AsyncRegularStrategy
+
+    class Keeping(base):  # type: ignore[misc]
+        def on_unavailable(self, managed: Any) -> bool:
+            return False
+
+    clock = Leaping()
+    async with kind(strategy=lambda config: Keeping(), clock=clock, classify=aborted) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        clock.leap()
+        with pytest.raises(grpc.RpcError):
+            await side.call(channel, FAIL, b"ABORTED")
+        await holds(lambda: channel.generation == 2, LIMIT)
+        assert await side.call(channel, ECHO, b"hello") == b"hello"
 
 
 # -- callbacks that are cancelled --------------------------------------------------------------

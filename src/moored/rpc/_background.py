@@ -193,7 +193,11 @@ class Background:
             async with limit:
                 # The strategy is asked about an outage only, not about the renewal of a channel.
                 recovers = managed.core.machine.phase == "recovering"
-                if recovers and not await run_callback(managed.strategy.on_unavailable, managed):
+                if (
+                    recovers
+                    and not await run_callback(managed.strategy.on_unavailable, managed)
+                    and managed.handler._current is not None
+                ):
                     self._tell(managed, managed.core.kept, attempt)
                     return
                 self._lose(managed, None)

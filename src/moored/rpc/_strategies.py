@@ -33,7 +33,8 @@ class ConnectionStrategy(ABC):
 
     #: The address of the last channel; None if it is the configuration's.
     address: str | None = None
-    #: Whether `on_unavailable` always returns True: calls then wait for a new channel at once.
+    #: Whether `on_unavailable` always returns True: the channel is then dropped before the query,
+    #: so that calls wait for a new one at once.
     always_recovers = False
 
     @abstractmethod
@@ -42,7 +43,10 @@ class ConnectionStrategy(ABC):
 
     @abstractmethod
     def on_unavailable(self, managed: Managed) -> bool | Awaitable[bool]:
-        """Return whether a new channel may help, when the server is unreachable."""
+        """Return whether a new channel may help, when the server is unreachable.
+
+        If False, the channel is kept, unless it was dropped already (see `always_recovers`).
+        """
 
     @abstractmethod
     def close(self, managed: Managed) -> None:
