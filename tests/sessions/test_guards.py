@@ -118,12 +118,14 @@ async def test_stopped_session_refuses_queries_and_login_answers(
         alice.answer_login("1234")
 
 
-async def test_notice_before_the_login_is_refused(sessions: Sessions) -> None:
+async def test_query_or_notice_before_the_login_is_refused(sessions: Sessions) -> None:
     server = DemoServer(pairing=True)
     alice = await sessions.start("alice", Demo(server))
     await until(lambda: alice.state == "connecting/login")
-    with pytest.raises(NotConnected, match="connecting/login"):
-        await alice.query(Notice({"do": "presence", "state": "available"}))
+    for query in ({"do": "echo"}, Notice({"do": "presence", "state": "available"})):
+        with pytest.raises(NotConnected, match="connecting/login"):
+            await alice.query(query)
+    assert (alice.state, server.protocol_errors) == ("connecting/login", 0)
 
 
 async def test_answer_login_is_refused_unless_a_login_is_pending(

@@ -206,8 +206,6 @@ class Connection:
     def tell(self, data: Any) -> None:
         """Send a notice, which the server does not answer."""
         link = self._linked()
-        if not self._runtime.core.online:
-            raise NotConnected(self._runtime.why_offline)
         if link.pending > MOST_ANSWERS:
             raise QueryFailed("the send buffer is full: the server is not reading; retry later")
         link.say(link.dialogue.notice(data))
@@ -219,7 +217,7 @@ class Connection:
         self.link.say(self.link.dialogue.login(answer))
 
     def _linked(self) -> Link:
-        if self.link is None:
+        if self.link is None or not self._runtime.core.online:
             raise NotConnected(self._runtime.why_offline)
         return self.link
 
