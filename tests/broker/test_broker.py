@@ -176,6 +176,46 @@ async def test_stream_resumes_when_the_history_can_be_read_again(
         assert found.id == "9", "the event of another tenant is left out"
 
 
+class WithHistory(Broken):
+    """A source that reads earlier events itself, and yields one when it may go on."""
+
+    position_of_event: Any = 10
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.goes_on = asyncio.Event()
+
+    async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
+        if not self.goes_on.is_set():
+            yield SourceGap("it has begun", "9")
+            await self.goes_on.wait()
+            yield SourceEvent("orders", payload(10), None, "10", self.position_of_event)
+        yield SourceEvent("orders", payload(11), None, "11", 11)
+        await asyncio.get_running_loop().create_future()
+
+
+async def test_source_that_reads_earlier_events_is_the_history() -> None:
+    source = WithHistory()
+    broker = Broker(source, channels=["orders"])
+    async with broker, broker.subscribe(ACME, after="7") as stream:
+        assert await taken(stream) == [9]
+        source.goes_on.set()
+        assert (await taken(stream))[0] == 10
+
+
+async def test_event_that_could_not_be_delivered_is_a_reset() -> None:
+    source = WithHistory()
+    source.position_of_event = "not comparable with those of the history"
+    broker = Broker(source, replay=source, channels=["orders"])
+    async with broker, broker.subscribe(ACME, after="9") as stream, asyncio.timeout(30):
+        found = asyncio.ensure_future(anext(stream))
+        while stream.subscriber.replaying:  # noqa: ASYNC110 - the stream has no event for it
+            await asyncio.sleep(0)
+        source.goes_on.set()
+        assert isinstance(await found, StreamReset)
+        assert await taken(stream) == [11], "the source goes on"
+
+
 class Stuck(Broken):
     """A history whose server does not answer."""
 

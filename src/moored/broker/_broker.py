@@ -86,8 +86,8 @@ class Broker:
     :param source: yields the events; None for a broker that is off, whose streams are refused.
     :param channels: the channels that subscribers may have; an event on another one is dropped. By
         default, all channels of the source.
-    :param replay: the history from which a subscriber resumes; by default the last events are kept
-        in memory.
+    :param replay: the history from which a subscriber resumes; by default the source itself if it
+        is a `ReplaySource`, or else the last events, which are kept in memory.
     :param tenant: the field of the payload (a JSON object) that names the tenant, or a function of
         the event that returns its name or None. An event without a tenant is dropped.
     :param canonical: returns the canonical form of a tenant's name, or raises `ValueError`; by
@@ -133,6 +133,8 @@ class Broker:
         refuse("Broker", self._mistakes(numbers, slow))
         self.name = name
         self._source = source
+        if replay is None and source is not None and isinstance(source, ReplaySource):
+            replay = source
         self._history = RecentEvents(history, history * 16 * 1024) if replay is None else None
         self._replay: ReplaySource = self._history if replay is None else replay  # type: ignore[assignment]
         self._tenants = Tenants(tenant, canonical)
@@ -217,7 +219,7 @@ class Broker:
                     if isinstance(item, SourceGap):
                         self._gap(item, kind="info" if first else "failure")
                     elif item is not None:
-                        self._publish(item)
+                        self._publish_or_reset(item)
             raise BrokerOff("the source has ended")
         except DEFECTS as error:
             self.last_error = describe(error)
@@ -235,6 +237,14 @@ class Broker:
             raise RestartRequested(self.last_error) from error
         finally:
             self.up = False
+
+    def _publish_or_reset(self, found: SourceEvent) -> None:
+        try:
+            self._publish(found)
+        except Exception:
+            # The source goes on with the next event, and some subscribers do not have this one.
+            self._gap(SourceGap("the broker has failed", self._newest), kind="failure")
+            raise
 
     def _publish(self, found: SourceEvent) -> None:
         """Hand an event to the subscribers of its tenant and channel."""

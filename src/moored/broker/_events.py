@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncGenerator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from moored.kernel import MooredError
 
@@ -93,6 +93,7 @@ class EventSource(Protocol):
         """
 
 
+@runtime_checkable
 class ReplaySource(Protocol):
     """Reads earlier events, in the same order and with the same ids as the live ones."""
 

@@ -4,7 +4,7 @@
 
     async with Outbox(pool, listener=listener) as outbox:
         events = OutboxEvents(outbox)
-        async with Broker(events, replay=events, channels=["orders"]) as broker:
+        async with Broker(events, channels=["orders"]) as broker:
             ...
 
 An event of the outbox has an id that every node knows, so a client may resume at any of them. The

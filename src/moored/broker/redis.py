@@ -3,7 +3,7 @@
 ::
 
     events = RedisEvents("redis://127.0.0.1")
-    broker = Broker(events, replay=events, channels=["orders"])
+    broker = Broker(events, channels=["orders"])
     await events.publish("orders", payload, tenant=org_id)
 
 An id is that of the stream's entry, so a client may resume at any node. Needs `moored[redis]`.

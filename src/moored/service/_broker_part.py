@@ -22,7 +22,6 @@ from moored.broker import (
     EventSource,
     Identity,
     Jwt,
-    ReplaySource,
 )
 from moored.broker.postgres import ListenerEvents, OutboxEvents
 from moored.broker.prometheus import BrokerCollector
@@ -86,10 +85,8 @@ class LiveEvents:
         self._postgres = _CurrentPostgres(wiring)
         self._install = config.is_embedded and config.broker_source == "outbox"
         try:
-            source, replay = self._sources(config)
             self.broker = Broker(
-                source,
-                replay=replay,
+                self._source(config),
                 channels=config.broker_channels,
                 tenant=config.broker_tenant,
                 max_streams=min(config.broker_max_streams, _room(config)),
@@ -100,18 +97,17 @@ class LiveEvents:
         except (OSError, ValueError) as error:
             raise ServiceError(f"the broker cannot start: {error}") from error
 
-    def _sources(self, config: Config) -> tuple[EventSource | None, ReplaySource | None]:
+    def _source(self, config: Config) -> EventSource | None:
         self._redis = None
         if config.broker_source == "outbox":
-            events = OutboxEvents(self._postgres.outbox)
-            return events, events
+            return OutboxEvents(self._postgres.outbox)
         if config.broker_source == "listener":
             listener = ListenerEvents(self._postgres.listener, config.broker_channels)
-            return (None if config.notify_url == "" else listener), None
+            return None if config.notify_url == "" else listener
         from moored.broker.redis import RedisEvents
 
         self._redis = RedisEvents(config.broker_source)
-        return self._redis, self._redis
+        return self._redis
 
     async def run(self, ctx: Context) -> None:
         """Run the broker, and report its health."""
