@@ -145,6 +145,45 @@ async def test_cancelled_close_still_completes(sim: Sim) -> None:
     assert storage.closed
 
 
+async def test_second_close_waits_for_the_first(server: DemoServer) -> None:
+    storage = ClosableStorage()
+    sessions = Sessions(storage=storage)
+    await sessions.open()
+    began, may_end = asyncio.Event(), asyncio.Event()
+
+    async def handler(event: Incoming) -> None:
+        began.set()
+        await may_end.wait()
+
+    await sessions.connect("alice", Demo(server), on_event=handler)
+    await began.wait()
+    closes = [asyncio.create_task(sessions.close()) for _ in range(2)]
+    asyncio.get_running_loop().call_soon(may_end.set)
+    await closes[1]
+    assert storage.closed
+    await closes[0]
+
+
+@in_virtual_time
+async def test_handlers_of_several_sessions_can_close_all_sessions(sim: Sim) -> None:
+    sessions, server = Sessions(), DemoServer()
+    await sessions.open()
+    closed = []
+
+    async def handler(event: Incoming) -> None:
+        if event.type == "messages_upsert":
+            await sessions.close()
+            closed.append(event.profile)
+
+    for profile in ("alice", "bob"):
+        await sessions.connect(profile, Demo(server), on_event=handler)
+    began = now()
+    for profile in ("alice", "bob"):
+        server.deliver(profile, Text("close"), sender="carol")
+    await until(lambda: len(closed) == 2)
+    assert now() - began < PATIENCE, "close() has waited for a handler that waited for it"
+
+
 async def test_handler_can_close_all_sessions(server: DemoServer) -> None:
     sessions = Sessions()
     await sessions.open()

@@ -127,6 +127,7 @@ class Sessions:
         # The counters of ended sessions, by protocol.
         self._past: dict[str, Counter[str]] = {}
         self._state = "new"
+        self._closing: asyncio.Task[None] | None = None
         # The loop that all sessions run on, once opened.
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -151,22 +152,23 @@ class Sessions:
         """Stop all sessions concurrently, and close the storage and the leases.
 
         It takes as long as the slowest session. A cancellation does not interrupt it, and is raised
-        afterwards.
+        afterwards. A further call waits for the end of the first one.
 
         :param drain: the seconds to wait for the outcomes of sends: see `Session.stop`.
         """
         check_drain(drain)
-        if self._state != "open":
-            return
-        self._state = "closed"
-        caller = asyncio.current_task()
-        closing = asyncio.get_running_loop().create_task(self._close(caller, drain))
-        await patiently(closing)
-        closing.result()
+        for each in self._running():
+            each.sink.closes(asyncio.current_task())
+        if self._closing is not None:
+            await patiently(self._closing)
+        elif self._state == "open":
+            self._state = "closed"
+            self._closing = asyncio.get_running_loop().create_task(self._close(drain))
+            await patiently(self._closing)
+            self._closing.result()
 
-    async def _close(self, caller: asyncio.Task[Any] | None, drain: float) -> None:
-        why = "Sessions was closed"
-        ends = [self._end(each, why, caller, drain) for each in self._running()]
+    async def _close(self, drain: float) -> None:
+        ends = [self._end(each, "Sessions was closed", drain) for each in self._running()]
         await asyncio.gather(*ends, return_exceptions=True)  # the supervisor reports failures
         try:
             await self._root.stop()
@@ -289,17 +291,15 @@ class Sessions:
         if found is None or (type(session) is Session and found.session is not session):
             return
         check_loop(asyncio.get_running_loop(), self._loop)
-        end = self._end(found, "it was stopped", asyncio.current_task(), drain)
+        found.sink.closes(asyncio.current_task())
+        end = self._end(found, "it was stopped", drain)
         await asyncio.shield(self._tasks.start(end))  # completes, even if the caller is cancelled
         if profile not in self._runtimes:
             # Again, because the supervisor has recorded the end of the tree meanwhile.
             for part in ("", "/connection"):
                 self.recorder.forget(found.name + part)
 
-    async def _end(
-        self, runtime: SessionRuntime, why: str, caller: asyncio.Task[Any] | None, drain: float
-    ) -> None:
-        runtime.sink.closes(caller)
+    async def _end(self, runtime: SessionRuntime, why: str, drain: float) -> None:
         # While it is online, so that the handler can finish, reply and acknowledge.
         await runtime.sink.finish()
         if drain:
