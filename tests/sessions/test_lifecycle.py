@@ -172,6 +172,8 @@ async def test_handlers_of_several_sessions_can_close_all_sessions(sim: Sim) -> 
 
     async def handler(event: Incoming) -> None:
         if event.type == "messages_upsert":
+            if event.profile == "bob":
+                await asyncio.sleep(1.0)  # until the close by alice waits for this handler
             await sessions.close()
             closed.append(event.profile)
 

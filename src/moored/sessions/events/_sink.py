@@ -233,7 +233,7 @@ class Sink:
         """Note the task that stops the session: if it is the consumer, don't wait for it."""
         if task is not None and task in (self._consumer, self._reader):
             self._closer = task
-            self._end_finish()
+            self._finish()  # in case `finish` is already waiting for it
 
     async def finish(self, timeout: float = CLOSE_TIMEOUT) -> None:
         """Wait until the consumer has handled the messages that only this session can get."""
@@ -254,12 +254,7 @@ class Sink:
         """Note that the consumer has finished a message."""
         self._reader = None
         over = self.queue.refuses or not self.queue
-        if over:
-            self._end_finish()
-
-    def _end_finish(self) -> None:
-        """Let `finish` return, if it is waiting."""
-        if self._finished is not None and not self._finished.done():
+        if over and self._finished is not None and not self._finished.done():
             self._finished.set_result(None)
 
     async def close(self, timeout: float = CLOSE_TIMEOUT) -> None:
