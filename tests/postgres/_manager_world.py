@@ -223,8 +223,8 @@ class KeptStore(StateStore):
                 self._world.saw["a full disk"] += 1
                 raise StateError("the disk of the state file is full")
 
-    def reset(self, reason: str, name: str | None = None) -> None:
-        super().reset(reason, name)
+    def reset(self, reason: str, name: str | None = None) -> Reset:
+        reset = super().reset(reason, name)
         if not self._world.disturbed:
             self._world.violated(f"a reset for no reason: {reason}")
         for ledger in self.ledgers.values():
@@ -234,6 +234,7 @@ class KeptStore(StateStore):
             for seat in instance.seats.values() if instance.store is self else ():
                 if name in (None, seat.ledger.name):
                     seat.must_hear, seat.armed = True, False
+        return reset
 
     def close(self) -> None:
         """The process ends, and the file stays."""

@@ -245,8 +245,9 @@ async def test_transactions_before_a_requested_restart_are_delivered_after_it(hu
     await hub.drop("search", "too much")
     apply(hub, 1200)
     async with hub.attach("search") as changes:
-        assert await reset_of(changes) == "too much"
-        await hub.reset_handled(changes, Reset("too much"))
+        reset = await anext(changes)
+        assert isinstance(reset, Reset)
+        await hub.reset_handled(changes, reset)
         apply(hub, 1300)  # too early for it
     back = hub.attach("search")
     assert not back._queue
@@ -265,6 +266,33 @@ async def test_no_transaction_is_delivered_before_the_reset(hub: Hub) -> None:
     apply(hub, 960)
     assert await reset_of(changes) == "restored"
     assert (await following(changes)).position.lsn == 960
+
+
+async def test_a_second_reset_with_the_same_reason_is_delivered_too(hub: Hub) -> None:
+    changes = hub.attach("search")
+    await hub.reset("the slot was missing")
+    hub.begin(HISTORY, 2000)
+    confirm_all(hub)
+    await reset_of(changes)
+    await hub.reset("the slot was missing")
+    coming = asyncio.ensure_future(reset_of(changes))  # the first copy is complete
+    while changes._last is not None:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0)
+    confirm_all(hub)
+    assert await asyncio.wait_for(coming, LIMIT) == "the slot was missing"
+
+
+async def test_a_handled_reset_does_not_clear_a_later_one_with_the_same_reason(hub: Hub) -> None:
+    changes = hub.attach("search")
+    await hub.reset("the slot was missing")
+    confirm_all(hub)
+    await reset_of(changes)
+    await hub.reset("the slot was missing")
+    confirm_all(hub)
+    await reset_of(changes)  # the first copy is complete, and the second begins
+    saved = hub._store.consumers()["search"].reset
+    assert saved is not None
+    assert saved.reason == "the slot was missing"
 
 
 async def test_after_a_reset_no_table_is_known_to_be_published(hub: Hub) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.programs import Program
 
-from moored.postgres import ConfigurationError, History, Lsn, StateError
+from moored.postgres import ConfigurationError, History, Lsn, Reset, StateError
 from moored.postgres.consume import _store
 from moored.postgres.consume._store import Saved, StateStore
 
@@ -50,13 +51,28 @@ def test_the_state_survives_a_reopen(store: StateStore) -> None:
 def test_a_reset_is_stored_until_it_was_handled(store: StateStore) -> None:
     store.add("search", 5)
     store.save(Lsn(5), {"search": 5})
-    store.reset("restored from a backup")
-    assert store.consumers() == {"search": Saved(None, "restored from a backup")}
+    first = store.reset("restored from a backup")
+    assert store.consumers() == {"search": Saved(None, Reset("restored from a backup", 1))}
     assert store.confirmed() is None
-    store.reset_handled("search", "another reason")
-    assert store.consumers() == {"search": Saved(None, "restored from a backup")}
-    store.reset_handled("search", "restored from a backup")
+    second = store.reset("restored from a backup")
+    store.reset_handled("search", first.number)
+    assert store.consumers() == {"search": Saved(None, second)}
+    store.reset_handled("search", second.number)
     assert store.consumers() == {"search": Saved(None, None)}
+
+
+def test_a_file_without_reset_numbers_is_opened(tmp_path: Path) -> None:
+    path = tmp_path / "state.db"
+    with closing(sqlite3.connect(path, isolation_level=None)) as file:
+        file.execute(
+            "create table consumers "
+            "(name text primary key, acknowledged text, delivered text, reset text) without rowid"
+        )
+        file.execute("insert into consumers values ('search', null, null, 'restored')")
+    with closing(StateStore(path)) as store:
+        assert store.consumers() == {"search": Saved(None, Reset("restored"))}
+        store.reset_handled("search", 0)
+        assert store.consumers() == {"search": Saved(None, None)}
 
 
 def test_a_reset_of_one_consumer_does_not_affect_others(store: StateStore) -> None:
@@ -65,7 +81,7 @@ def test_a_reset_of_one_consumer_does_not_affect_others(store: StateStore) -> No
     store.save(Lsn(5), {})
     store.reset("too slow", "slow")
     assert store.consumers()["quick"] == Saved(Lsn(50), None)
-    assert store.consumers()["slow"] == Saved(None, "too slow")
+    assert store.consumers()["slow"] == Saved(None, Reset("too slow", 1))
     assert store.confirmed() == 5
 
 

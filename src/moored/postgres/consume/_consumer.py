@@ -36,6 +36,8 @@ class Reset(NamedTuple):
     """
 
     reason: str
+    #: Which reset it is: two of one consumer may have the same reason.
+    number: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -46,8 +46,8 @@ class _KnownConsumer:
     name: str
     #: None before its first position, and after a reset.
     progress: Progress | None = None
-    #: The reason of a reset that it has not handled yet.
-    reset: str | None = None
+    #: The reset that it has not handled yet.
+    reset: Reset | None = None
     #: The tables that it follows, as they were last confirmed.
     followed: dict[str, Followed] = field(default_factory=dict)
     #: The attachment whose acknowledgements are valid, also after its end.
@@ -105,7 +105,7 @@ class Hub:
     def reload(self) -> None:
         """Read the stored state: another process may have had the lock, and changed it."""
         kept, resets = self._store.consumers(), self._store.resets()
-        missed = resets.reason if resets.times != self._times_reset else None
+        missed = Reset(resets.reason) if resets.times != self._times_reset else None
         self._times_reset = resets.times
         if missed is not None:
             self.seen = None
@@ -122,10 +122,10 @@ class Hub:
                 known.progress = _progress_of(saved)
             elif saved.acknowledged is not None:
                 known.progress.reached(saved.acknowledged, saved.delivered)
-            reason = saved.reset or (missed if name in self._attached else None)
-            if reason is not None and (missed is not None or known.reset is None):
+            reset = saved.reset or (missed if name in self._attached else None)
+            if reset is not None and (missed is not None or known.reset is None):
                 known.confirmed = False
-                self._start_over(known, reason)
+                self._start_over(known, reset)
 
     def _dropped_elsewhere(self, name: str) -> None:
         del self._known[name]
@@ -133,17 +133,16 @@ class Hub:
             known = self._known[name] = _KnownConsumer(name)
             reason = f"the consumer {name!r} was dropped by another instance"
             self._store.add(name, None)
-            self._store.reset(reason, name)
-            self._start_over(known, reason)
+            self._start_over(known, self._store.reset(reason, name))
 
-    def _start_over(self, known: _KnownConsumer, reason: str) -> None:
+    def _start_over(self, known: _KnownConsumer, reset: Reset) -> None:
         """Reset a consumer: deliver the `Reset` now, when it is confirmed, or when it attaches."""
-        known.reset, known.backlog, known.attachment = reason, None, None
+        known.reset, known.backlog, known.attachment = reset, None, None
         if (changes := self._attached.get(known.name)) is not None:
             changes._start_over()
             known.attachment = changes._attachment
             if known.confirmed:
-                changes._put(Reset(reason))
+                changes._put(reset)
 
     # -- consumers -----------------------------------------------------------------------------
 
@@ -203,11 +202,11 @@ class Hub:
         if self.seen is not None:
             known.progress = Progress(self.seen)
             if self.adopted:
-                known.reset = (
+                known.reset = self._store.reset(
                     "the stored state of this stream was lost, so the position of the consumer "
-                    f"{name!r} is unknown: it begins at the newest transaction"
+                    f"{name!r} is unknown: it begins at the newest transaction",
+                    name,
                 )
-                self._store.reset(known.reset, name)
 
     def _start_at(self, name: str, start: Position) -> None:
         history, reason = self._store.history(), None
@@ -218,9 +217,8 @@ class Hub:
         known = self._known.get(name) or _KnownConsumer(name)
         if reason is not None:
             self._store.add(name, self.seen)
-            self._store.reset(reason, name)
+            known.reset = self._store.reset(reason, name)
             known.progress = None if self.seen is None else Progress(self.seen)
-            known.reset = reason
             self._known[name] = known
             return
         # An unknown consumer may have missed any transaction before now.
@@ -261,8 +259,7 @@ class Hub:
 
     def _refuse_start(self, known: _KnownConsumer, reason: str) -> None:
         known.start = known.progress = None
-        self._store.reset(reason, known.name)
-        self._start_over(known, reason)
+        self._start_over(known, self._store.reset(reason, known.name))
 
     def detach(self, changes: Changes) -> None:
         """Detach a consumer; it may still acknowledge delivered transactions."""
@@ -299,13 +296,13 @@ class Hub:
 
     async def _reset_one(self, name: str, reason: str, at: int = 0) -> None:
         # Store it first: after a crash, a confirmed position must not be unknown here.
-        await asyncio.to_thread(self._store.reset, reason, name)
+        reset = await asyncio.to_thread(self._store.reset, reason, name)
         if (known := self._known.get(name)) is None:
             return  # it was dropped meanwhile
         # Transactions were received meanwhile: discard queued and outstanding ones in one step.
         known.start, known.behind = None, False
         known.progress = self._from_now(at)
-        self._start_over(known, reason)
+        self._start_over(known, reset)
 
     def acknowledge(self, attachment: Attachment, end: int) -> bool:
         """Acknowledge the transaction that ends here; return whether that is valid."""
@@ -322,10 +319,9 @@ class Hub:
 
     async def reset_handled(self, changes: Changes, reset: Reset) -> None:
         """Record that a consumer has handled a reset, unless there is another one by now."""
-        name, reason = changes.name, reset.reason
-        await asyncio.to_thread(self._store.reset_handled, name, reason)
-        known = self._known.get(name)
-        if known is not None and known.reset == reason:
+        await asyncio.to_thread(self._store.reset_handled, changes.name, reset.number)
+        known = self._known.get(changes.name)
+        if known is not None and known.reset is reset:
             known.reset = None
 
     # -- the stream ----------------------------------------------------------------------------
@@ -362,8 +358,7 @@ class Hub:
             "transactions in between"
         )
         known.progress = Progress(confirmed, confirmed)
-        self._store.reset(reason, known.name)
-        self._start_over(known, reason)
+        self._start_over(known, self._store.reset(reason, known.name))
 
     def apply_all(self, done: Sequence[Committed]) -> None:
         """Take transactions in commit order, and deliver them to the consumers."""
@@ -456,7 +451,7 @@ class Hub:
 
     async def reset(self, reason: str) -> None:
         """Reset all consumers: the server's history is not the known one."""
-        await asyncio.to_thread(self._store.reset, reason)
+        reset = await asyncio.to_thread(self._store.reset, reason)
         self._times_reset = self._store.resets().times
         self.seen = None
         self._applied = 0
@@ -468,7 +463,7 @@ class Hub:
         for known in self._known.values():
             known.progress = known.start = None
             known.followed, known.confirmed = {}, False
-            self._start_over(known, reason)
+            self._start_over(known, reset)
 
     def slowest(self) -> str | None:
         """Return the consumer that is furthest behind; None if all are up to date."""
@@ -562,7 +557,7 @@ class Hub:
         if known.skipped:
             known.skipped = False
             known.progress = self._from_now(at)
-        changes._put(Reset(known.reset))
+        changes._put(known.reset)
 
     async def publication_changed(self, before: str, after: str) -> None:
         """Record a change of the publication by this process: no changes were missed by it."""
@@ -606,7 +601,7 @@ class Hub:
             "queued": 0 if changes is None else len(changes._queue),
             "queued_bytes": 0 if changes is None else changes._bytes,
             "full": changes is not None and self.pressure.is_full(changes),
-            "reset": known.reset,
+            "reset": None if known.reset is None else known.reset.reason,
             "unpublished": [] if changes is None else changes.unpublished,
         }
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from .._errors import ConfigurationError, StateError
 from .._lsn import Lsn
 from .._position import History
+from ._consumer import Reset
 from ._continuity import NO_COMMIT, CommitMark
 
 __all__ = ["Resets", "Saved", "StateStore"]
@@ -33,7 +34,8 @@ create table if not exists consumers (
     name text primary key,
     acknowledged text,  -- null before its first position, and after a reset
     delivered text,     -- the end of its last acknowledged own transaction; null if unknown
-    reset text          -- the reason of a reset that it has not handled yet
+    reset text,         -- the reason of a reset that it has not handled yet
+    reset_number integer not null default 0
 ) without rowid;
 create table if not exists followed (  -- the tables that a consumer follows, as JSON
     consumer text primary key, tables text not null
@@ -45,8 +47,8 @@ class Saved(NamedTuple):
     """The stored state of a consumer."""
 
     acknowledged: Lsn | None
-    #: The reason of a reset that it has not handled yet.
-    reset: str | None
+    #: The reset that it has not handled yet.
+    reset: Reset | None
     #: The end of the last transaction that it has acknowledged.
     delivered: Lsn = Lsn(0)
     #: The tables that it follows, as they were last confirmed, serialized.
@@ -85,9 +87,20 @@ class StateStore:
             self._database.execute("pragma journal_mode = truncate")
             self._database.execute("pragma synchronous = full")
             self._database.executescript(_LAYOUT)
+            self._add_reset_number()
         except sqlite3.Error:
             self._database.close()
             raise
+
+    def _add_reset_number(self) -> None:
+        """Add the column to a file that was created without it."""
+        try:
+            self._database.execute(
+                "alter table consumers add column reset_number integer not null default 0"
+            )
+        except sqlite3.OperationalError as error:
+            if "duplicate column" not in str(error):
+                raise
 
     def history(self) -> History | None:
         """Return the database and timeline that the stored positions belong to."""
@@ -166,24 +179,28 @@ class StateStore:
             self._database.execute("delete from consumers where name = ?", (name,))
             self._database.execute("delete from followed where consumer = ?", (name,))
 
-    def reset(self, reason: str, name: str | None = None) -> None:
-        """Reset all consumers, or one: their positions are removed, and the reason stored."""
+    def reset(self, reason: str, name: str | None = None) -> Reset:
+        """Reset all consumers, or one: their positions are removed, and the reset stored."""
         with self._transaction():
+            reset = Reset(reason, int(self._value("reset_number") or 0) + 1)
+            self._set("reset_number", str(reset.number))
             if name is None:
                 self._database.execute("delete from facts where name in ('confirmed', 'last')")
                 self._database.execute("delete from followed")
                 self._set("resets", f"{self._resets().times + 1} {reason}")
             self._database.execute(
-                "update consumers set acknowledged = null, delivered = null, reset = ? "
-                "where name = coalesce(?, name)",
-                (reason, name),
+                "update consumers set acknowledged = null, delivered = null, "
+                "reset = ?, reset_number = ? where name = coalesce(?, name)",
+                (*reset, name),
             )
+        return reset
 
-    def reset_handled(self, name: str, reason: str) -> None:
-        """Record that a consumer has handled the reset with this reason."""
+    def reset_handled(self, name: str, number: int) -> None:
+        """Record that a consumer has handled the reset with this number."""
         with self._transaction():
             self._database.execute(
-                "update consumers set reset = null where name = ? and reset = ?", (name, reason)
+                "update consumers set reset = null where name = ? and reset_number = ?",
+                (name, number),
             )
 
     def follow(self, followed: Mapping[str, str]) -> None:
@@ -278,12 +295,17 @@ class StateStore:
 
     def _consumers(self) -> dict[str, Saved]:
         rows = self._database.execute(
-            "select name, acknowledged, reset, coalesce(delivered, '0/0'), tables "
+            "select name, acknowledged, reset, reset_number, coalesce(delivered, '0/0'), tables "
             "from consumers left join followed on consumer = name"
         )
         return {
-            name: Saved(None if at is None else Lsn.parse(at), reset, Lsn.parse(delivered), tables)
-            for name, at, reset, delivered, tables in rows
+            name: Saved(
+                None if at is None else Lsn.parse(at),
+                None if reason is None else Reset(reason, number),
+                Lsn.parse(delivered),
+                tables,
+            )
+            for name, at, reason, number, delivered, tables in rows
         }
 
     def _resets(self) -> Resets:
