@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import psycopg
@@ -98,6 +98,40 @@ async def test_the_second_to_store_the_cursor_is_replaced(outbox: Outbox, sql: S
         assert await payloads(one, 1) == ["1"]
         with pytest.raises(ConsumerReplaced, match='cursor of consumer "search" was moved'):
             await payloads(two, 1)
+
+
+LOST = psycopg.OperationalError("the connection was lost")
+
+
+@pytest.mark.parametrize(
+    "answers", [[(True, asyncio.CancelledError())], [(True, LOST), (False, LOST)]]
+)
+async def test_a_store_without_an_answer_is_not_taken_for_another_consumer(
+    outbox: Outbox,
+    sql: Sql,
+    monkeypatch: pytest.MonkeyPatch,
+    answers: list[tuple[bool, BaseException]],
+) -> None:
+    """An answer: whether the server stores the cursor, and the error that the consumer gets."""
+    monkeypatch.setattr(_consumer, "STORE_EVERY", 0.0)
+    store, left = outbox._reader.store, iter(answers)
+
+    async def unanswered(*cursors: Any) -> None:
+        stores, error = next(left, (True, None))
+        if stores:
+            await store(*cursors)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(outbox._reader, "store", unanswered)
+    await publish(outbox, sql, "1", "2", "3")
+    async with outbox.consume("search") as events:
+        for _ in range(3):
+            event = await next_event(events)
+            with suppress(asyncio.CancelledError):
+                await event.ack()
+    (consumer,) = (await outbox.status()).consumers
+    assert consumer.lag == 0.0
 
 
 async def test_a_rolled_back_acknowledgement_cannot_be_skipped(

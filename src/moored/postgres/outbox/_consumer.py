@@ -73,8 +73,8 @@ class OutboxConsumer:
         self._read: Cursor | None = None
         self._acked: Cursor
         self._stored: Cursor | None = None
-        # Sent when the connection was lost: it may be stored.
-        self._unsure: Cursor | None = None
+        # Sent without an answer since the last store: one of them may be stored.
+        self._unsure: set[Cursor] = set()
         self._stored_at = 0.0
         self._resetting = False
         self._closed = False
@@ -260,18 +260,19 @@ class OutboxConsumer:
                     await self._reader.attach(self.name, new, force=True)
                 else:
                     await self._replace(old, new)
-            except TEMPORARY:
-                self._unsure = new
+            except BaseException:
+                self._unsure.add(new)
                 raise
-            self._stored, self._unsure = new, None
+            self._stored = new
+            self._unsure.clear()
 
     async def _replace(self, old: Cursor, new: Cursor) -> None:
-        try:
-            await self._reader.store(self.name, old, new)
-        except ConsumerReplaced:
-            if self._unsure is None:
-                raise
-            await self._reader.store(self.name, self._unsure, new)
+        for each in (old, *self._unsure):
+            try:
+                return await self._reader.store(self.name, each, new)
+            except ConsumerReplaced as error:
+                replaced = error
+        raise replaced
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._open)} unacknowledged"
