@@ -40,6 +40,19 @@ def test_a_skipped_transaction_is_acknowledged_with_all_before_it() -> None:
     assert progress.acknowledged == 50
 
 
+def test_any_number_of_skipped_transactions_is_one_entry() -> None:
+    progress = Progress(10)
+    progress.given(20)
+    for end in range(30, 1000):
+        progress.passed(end)
+    assert len(progress._pending) == 2
+    progress.given(1000)
+    progress.ack(20)
+    assert (progress.acknowledged, progress.delivered) == (999, 20)
+    progress.ack(1000)
+    assert (progress.acknowledged, progress.delivered) == (1000, 1000)
+
+
 def test_after_a_rewind_unacknowledged_transactions_are_delivered_again() -> None:
     progress = Progress(10)
     progress.given(20)

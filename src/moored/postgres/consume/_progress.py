@@ -38,10 +38,12 @@ class Progress:
         if end <= self.seen:
             return
         self.seen = end
-        if self._pending:
-            self._pending.append(-end)
-        else:
+        if not self._pending:
             self.acknowledged = end
+        elif self._pending[-1] < 0:
+            self._pending[-1] = -end
+        else:
+            self._pending.append(-end)
 
     def ack(self, end: int) -> bool:
         """Acknowledge the transaction that ends here; return whether the prefix has grown."""
