@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import grpc  # type: ignore[import-untyped]
 
 from moored.rpc import ConfigError
@@ -63,3 +65,28 @@ def test_call_refused_before_it_waits_fails_immediately() -> None:
     call = start_later(handler, lambda live, timeout: Real(), 5.0)
     assert call.settled
     assert "a wrong option" in str(call.details())
+
+
+def test_timeout_that_expires_immediately_ends_the_call() -> None:
+    def later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
+        act()
+        return lambda: None
+
+    handler = Handler(address="north:1", later=later)
+    call = start_later(handler, lambda live, timeout: Real(), 0.01)
+    assert call.settled
+    assert call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert not handler._pending
+
+
+def test_timer_of_a_call_that_began_before_it_was_set_is_cancelled() -> None:
+    cancelled: list[float] = []
+
+    def later(delay: float, act: Callable[[], None]) -> Callable[[], object]:
+        if delay:
+            handler._pending[0].begin(LiveChannel(1, Channel(), "north:1"))
+        return lambda: cancelled.append(delay)
+
+    handler = Handler(address="north:1", later=later)
+    start_later(handler, lambda live, timeout: Real(), 5.0)
+    assert cancelled == [5.0]

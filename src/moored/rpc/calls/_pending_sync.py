@@ -17,6 +17,7 @@ from moored.kernel import Clock, Deadline
 
 from .._errors import closed
 from .._fork import must_not_wait, refuse_broken
+from .._generations import nothing
 from ._pending import CANCELLED
 from ._unsent import CallUnsent, cannot_connect, from_finalizer, unsent
 
@@ -39,6 +40,8 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
     began, limit = monotonic(), handler._wait_limit if timeout is None else timeout
     verdicts = handler._verdicts
 
+    off: Callable[[], object] = nothing
+
     def settled() -> None:
         off()
         handler._waiting(-1)
@@ -49,9 +52,12 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
 
     call = PendingCall(start, timeout, settled)
     handler._waiting(+1)
-    off = handler._later(max(limit, 0.001), expired)
     with handler._changed:
         handler._pending.append(call)
+    # After that: a timer that fires at once must find the call in the list.
+    off = handler._later(max(limit, 0.001), expired)
+    if call.settled:
+        off()
     # `_fail_waiting` may have run before the call was in the list.
     if handler._verdicts != verdicts and handler._verdict is not None:
         _fail(handler, call, *cannot_connect(handler.address, handler._verdict))
