@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import errno
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,46 @@ async def test_file_transaction_survives_a_crash_as_a_whole(
         expected = [b"2", None, b"2"] if is_new else [b"1", b"1", None]
         assert await values(again, ONE, TWO, NEW) == expected
         assert not (tmp_path / ".journal").exists()
+
+
+class FullFiles(FileStorage):
+    """A directory that has no space left after the first record of a transaction."""
+
+    full = True
+
+    def _moment(self, name: str) -> None:
+        if name == "one of several" and self.full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+async def key_of_new(storage: Storage) -> None:
+    assert await storage.keys("alice", NEW[0]) == [NEW[1]]
+
+
+async def get(storage: Storage) -> None:
+    assert await values(storage, ONE, NEW) == [b"2", b"2"]
+
+
+async def put_all(storage: Storage) -> None:
+    await storage.put_all("alice", {TWO: b"2"})
+    assert await values(storage, ONE, TWO, NEW) == [b"2", b"2", b"2"]
+
+
+async def clear(storage: Storage) -> None:
+    await storage.clear("alice")
+    await storage.new("bob")
+    assert await storage.list_profiles() == ["bob"]
+
+
+@pytest.mark.parametrize("call", [get, key_of_new, put_all, clear])
+async def test_call_after_a_failed_transaction_completes_it_first(
+    call: Callable[[Storage], Awaitable[None]], tmp_path: Path
+) -> None:
+    async with FullFiles(tmp_path / "accounts") as storage:
+        await storage.put("alice", *ONE, b"1")
+        with pytest.raises(StorageError, match="No space left"):
+            await storage.put_all("alice", {ONE: b"2", NEW: b"2"})
+        with pytest.raises(StorageError, match="No space left"):
+            await storage.get("alice", *ONE)
+        storage.full = False
+        await call(storage)

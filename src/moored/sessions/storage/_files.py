@@ -4,7 +4,7 @@ A record is written to a temporary file, synced, and then renamed; the directory
 So after a crash a record is the old one or the new one. Temporary files are in `.tmp`, and are
 removed when the storage is opened. A profile is deleted in the same way: its directory is moved to
 `.tmp`, and then removed. Several records that change together are first written to `.journal`,
-which is replayed after a crash.
+which is replayed after a crash, and before each call.
 
 One storage object at a time may use the directory; several processes can share a SQLite file.
 """
@@ -17,8 +17,9 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 from .._errors import StorageError
 from ._file_names import from_file_name, to_file_name
@@ -26,6 +27,8 @@ from ._storage import Changes
 from ._thread import ThreadStorage, sync_directory
 
 __all__ = ["FileStorage"]
+
+T = TypeVar("T")
 
 _FORMAT = b"moored files 1\n"
 
@@ -51,14 +54,17 @@ class FileStorage(ThreadStorage):
 
     async def put(self, profile: str, namespace: str, key: str, value: bytes) -> None:
         """Write the record."""
-        await self._do(lambda: self._change(profile, namespace, key, value))
+        await self._do(lambda: self._apply(profile, namespace, key, value))
 
     async def delete(self, profile: str, namespace: str, key: str) -> None:
         """Remove the record, if there is one."""
-        await self._do(lambda: self._change(profile, namespace, key, None))
+        await self._do(lambda: self._apply(profile, namespace, key, None))
 
     async def put_all(self, profile: str, changes: Changes) -> None:
-        """Write and delete several records: a journal makes the change atomic."""
+        """Write and delete several records: a journal makes the change atomic.
+
+        If it fails after the journal was written, it is completed before the next call.
+        """
         for place in changes:
             self._at(profile, *place)  # refuse a name that is too long, before the journal has it
         lines = [
@@ -104,6 +110,14 @@ class FileStorage(ThreadStorage):
         """The keys of the profile's records in a namespace, sorted."""
         return await self._do(lambda: sorted(_names_in(self._at(profile, namespace))))
 
+    async def _do(self, call: Callable[[], T], *, writes: bool | None = True) -> T:
+        def replay_and_call() -> T:
+            if writes is not None:  # else the directory is not locked yet
+                self._replay()
+            return call()
+
+        return await super()._do(replay_and_call, writes=writes)
+
     # -- in the thread --------------------------------------------------------------------------
 
     def _advice(self, error: Exception) -> str:
@@ -112,10 +126,6 @@ class FileStorage(ThreadStorage):
             f"cannot be used as storage: {getattr(error, 'strerror', None) or error}; check the "
             "free space, and the permissions of the directory and its files"
         )
-
-    def _change(self, profile: str, namespace: str, key: str, value: bytes | None) -> None:
-        self._replay()  # if an earlier change could not be completed
-        self._apply(profile, namespace, key, value)
 
     def _apply(self, profile: str, namespace: str, key: str, value: bytes | None) -> None:
         file = self._at(profile, namespace, key)
