@@ -128,6 +128,22 @@ async def test_close_releases_all_leases_in_batches(sim: Sim) -> None:
 
 
 @in_virtual_time
+async def test_a_close_that_is_cancelled_goes_on_and_the_next_close_waits_for_it(sim: Sim) -> None:
+    store = ScriptedStore()
+    leases = client(store)
+    await leases.open()
+    lease = await leases.acquire("db", limit=1)
+    assert lease is not None
+    closing = asyncio.create_task(leases.close())
+    await asyncio.sleep(0)
+    closing.cancel()
+    await asyncio.wait([closing])
+    await leases.close()
+    assert is_over(lease)
+    assert await store.held() == []
+
+
+@in_virtual_time
 async def test_close_notifies_the_holders(sim: Sim) -> None:
     async with client(ScriptedStore()) as leases:
         lease = await leases.acquire("db", limit=1)

@@ -11,7 +11,7 @@ from sqlalchemy import text
 from tests.leases.virtual import in_virtual_time
 from tests.reservoir.engines import WAYS, Desk, Way
 from tests.reservoir.harness import until
-from tests.reservoir.stand_in import Journal, Server, reservoir, wait_until
+from tests.reservoir.stand_in import Conn, Journal, Server, pool_of, reservoir, wait_until
 
 from moored.leases import connect
 from moored.reservoir import AsyncConnectionPool, ConnectionPool, PoolClosed, ReservoirConfig
@@ -54,6 +54,51 @@ async def test_the_lease_of_a_connection_that_outlives_its_pool_is_held_until_it
         await wait_until(lambda: not server.alive)
         await asyncio.sleep(1.0)
         assert await others.held() == []
+
+
+@pytest.mark.parametrize("after", [0.0, 1.0])
+def test_a_close_that_is_cancelled_goes_on_and_the_next_close_waits_for_it(after: float) -> None:
+    @in_virtual_time
+    async def scenario(sim: Sim) -> None:
+        async def close(conn: Conn) -> None:
+            await asyncio.sleep(2.0)
+            await conn.close()
+
+        server = Server()
+        url = "memory://cancelled-close"
+        async with connect(url) as others:
+            pool = pool_of(server, max_size=3, leases=url, close_connection=close)
+            await pool.open(wait=True)
+            closing = asyncio.create_task(pool.close())
+            await asyncio.sleep(after)
+            closing.cancel()
+            await asyncio.wait([closing])
+            assert closing.cancelled()
+            await pool.close()
+            assert (server.alive, pool.reservoir.upkeep.budget) == (0, None)
+            assert await others.held() == []
+
+    scenario()
+
+
+@pytest.mark.parametrize("make", [pool_of, reservoir])
+def test_an_open_that_is_cancelled_closes_the_pool(make: Any) -> None:
+    @in_virtual_time
+    async def scenario(sim: Sim) -> None:
+        async def use() -> None:
+            async with make(server):
+                await asyncio.sleep(1000.0)
+
+        server = Server()
+        using = asyncio.create_task(use())
+        await asyncio.sleep(0)
+        using.cancel()
+        await asyncio.wait([using])
+        assert using.cancelled()
+        await asyncio.sleep(60.0)
+        assert (server.alive, server.under_way) == (0, 0)
+
+    scenario()
 
 
 @in_virtual_time

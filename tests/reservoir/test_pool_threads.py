@@ -177,6 +177,27 @@ def test_ctrl_c_when_a_thread_is_served_loses_nothing(
         assert again is conn
 
 
+def test_ctrl_c_in_close_does_not_stop_it_and_the_next_close_waits_for_it() -> None:
+    may_close, closing = threading.Event(), threading.Event()
+
+    def close(conn: object) -> None:
+        closing.set()
+        assert may_close.wait(PATIENCE)
+
+    def interrupt() -> None:
+        assert closing.wait(PATIENCE)
+        ctrl_c()
+
+    pool: Pool = ConnectionPool(connect=object, max_size=1, close_connection=close)
+    pool.wait()
+    Caller(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pool.close(timeout=PATIENCE)
+    may_close.set()
+    pool.close()
+    assert pool.reservoir.upkeep._stopped
+
+
 def test_ctrl_c_in_a_block_rolls_back(pool: Pool, observer: psycopg.Connection[Any]) -> None:
     observer.execute("create table if not exists interrupted (n int)")
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from tests.leases.virtual import in_virtual_time
 from tests.reservoir.stand_in import Conn, Journal, Server, Tokens, reservoir, wait_until
+from tests.reservoir.support import eventually_async
 
-from moored.leases import StoreMisconfigured
+from moored.leases import StoreMisconfigured, connect
 from moored.reservoir import Reservoir, ReservoirConfig, TokenError
 from moored.testing import Sim
 
@@ -251,3 +252,27 @@ async def test_a_connection_opened_by_a_thread_after_the_stop_is_closed() -> Non
         assert conn.closed
         assert journal.lines[-2:] == ["close", "release"]
         assert Counter(journal.released) == Counter(journal.acquired)
+
+
+async def test_the_lease_of_a_connect_that_outlives_the_stop_is_held_until_it_ends() -> None:
+    may_end, entered = threading.Event(), threading.Event()
+
+    def connect_slowly() -> object:
+        entered.set()
+        assert may_end.wait(30.0)
+        return object()
+
+    url = "memory://slow-connect"
+    config = ReservoirConfig(max_size=1, start_stagger=0.0)
+    async with connect(url) as others:
+        water: Reservoir[Any] = Reservoir(
+            "", config=config, connect=connect_slowly, asynchronous=False, leases=url, endpoint="db"
+        )
+        await water.start()
+        await asyncio.to_thread(entered.wait, 30.0)
+        await water.stop(timeout=0.0)
+        assert len(await others.held()) == 1
+        may_end.set()
+        await eventually_async(lambda: not water.core.size)
+        assert await others.held() == []
+        await eventually_async(lambda: water.upkeep.budget is None)

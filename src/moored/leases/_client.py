@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import sys
@@ -20,6 +21,7 @@ from moored.kernel import (
     duration,
     redacted,
     refuse,
+    start_task,
 )
 
 from . import _connect
@@ -124,6 +126,7 @@ class Leases:
         self._pid = os.getpid()
         self._state = "new"
         self._supervisor: Supervisor | None = None
+        self._closing: asyncio.Task[None] | None = None
 
     # -- open and close ------------------------------------------------------------------------
 
@@ -165,11 +168,18 @@ class Leases:
     async def close(self) -> None:
         """Notify the holders, release all leases, and disconnect.
 
-        It does nothing in a forked child: the leases and connections belong to the parent.
+        If the caller is cancelled, this continues in the background; later calls wait for it. It
+        does nothing in a forked child: the leases and connections belong to the parent.
         """
-        if self._state != "open" or self._pid != os.getpid():
+        if self._pid != os.getpid():
             return
-        self._state = "closed"
+        if self._state == "open":
+            self._state = "closed"
+            self._closing = start_task(self._close(), name=f"{self._name}-close")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         try:
             if self._supervisor is not None:
                 await self._supervisor.stop()

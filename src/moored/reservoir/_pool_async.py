@@ -133,7 +133,11 @@ class AsyncConnectionPool(Pool[C]):
         await self.reservoir.stop(timeout)
 
     async def __aenter__(self) -> Self:
-        await self.open()
+        try:
+            await self.open()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -97,10 +97,10 @@ class ConnectionPool(Pool[C]):
         Connections in use are closed when they are returned. After the timeout, connections that
         are still closing are no longer waited for.
         """
-        if self.reservoir.state == "open":
-            LoopThread.shared().run(self.reservoir.stop(timeout))
-        else:
+        if self.reservoir.state == "new":
             self.reservoir.state = "closed"
+        else:
+            LoopThread.shared().run(self.reservoir.stop(timeout))
 
     def __enter__(self) -> Self:
         self.open()

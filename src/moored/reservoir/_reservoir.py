@@ -18,7 +18,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Generic, Self
 
-from moored.kernel import Clock, LoopThread, Recorder, at_fork, counted, describe, duration
+from moored.kernel import (
+    Clock,
+    LoopThread,
+    Recorder,
+    at_fork,
+    counted,
+    describe,
+    duration,
+    start_task,
+)
 from moored.leases import Leases, connect
 from moored.leases import sync as leases_sync
 
@@ -131,6 +140,7 @@ class Reservoir(Generic[C]):
         self.core: Core[C] = Core(self.config, **self._queue)
         self.upkeep: Upkeep[C] = Upkeep(self)
         self._change: asyncio.Event | None = None
+        self._stopping: asyncio.Task[None] | None = None
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -145,12 +155,19 @@ class Reservoir(Generic[C]):
         await self.upkeep.start()
 
     async def stop(self, timeout: float = 5.0) -> None:
-        """Refuse waiting callers, close all connections, and release their leases."""
-        if self.state != "open" or self.pid != os.getpid():
+        """Refuse waiting callers, close all connections, and release their leases.
+
+        If the caller is cancelled, this continues in the background; later calls wait for it.
+        """
+        if self.state == "open" and self.pid == os.getpid():
             self.state = "closed"
-            return
+            self.on_change_of_state()
+            self._stopping = start_task(self._stop(timeout), name=f"{self.name}-stop")
         self.state = "closed"
-        self.on_change_of_state()
+        if self._stopping is not None and self.pid == os.getpid():
+            await asyncio.shield(self._stopping)
+
+    async def _stop(self, timeout: float) -> None:
         with self.lock:
             in_vain = self.core.close()
         for waiter in in_vain:
@@ -168,7 +185,11 @@ class Reservoir(Generic[C]):
             )
 
     async def __aenter__(self) -> Self:
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self.stop()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:

@@ -26,7 +26,9 @@ from moored.kernel import (
     awaited,
     describe,
     duration,
+    patiently,
     run_callback,
+    start_task,
 )
 from moored.leases import Lease
 
@@ -116,8 +118,10 @@ class Upkeep(Generic[C]):
             recorder=self.recorder,
             clock=self.clock,
         )
-        # Shielded: the caller that opens the pool may be cancelled while others wait for it.
-        await asyncio.shield(self._supervisor.start())
+        # The caller that opens the pool may be cancelled while others wait for it.
+        starting = start_task(self._supervisor.start())
+        await patiently(starting)
+        starting.result()
 
     async def stop(self, timeout: float) -> int:
         """Cancel connects and close connections; return how many did not close in time."""
@@ -140,10 +144,11 @@ class Upkeep(Generic[C]):
     async def _leave_when_empty(self) -> None:
         """Leave the budget when the last connection with a lease is closed.
 
-        Connections that were in use when the pool was closed hold their leases until then.
+        Connections that are in use, or still being opened, when the pool is closed hold their
+        leases until then.
         """
         budget = self.budget
-        held = self.config.lease_enabled and (self.core.items or self.core.closing)
+        held = self.config.lease_enabled and self.core.size
         if budget is not None and self._stopped and not held:
             self.budget = None
             await budget.leave()
@@ -243,6 +248,7 @@ class Upkeep(Generic[C]):
             finally:
                 with self._lock:
                     self.core.failed()
+                await self._leave_when_empty()
             if isinstance(error, asyncio.CancelledError):
                 raise
             if isinstance(error, _NotNeeded):
