@@ -172,7 +172,7 @@ def test_an_overflow_is_one_gap_in_its_place(time: Time) -> None:
     assert taken(events) == [Notification("a", "5", 1)]
 
 
-@pytest.mark.parametrize("channel", ["", "x" * 64, "é" * 32, "a\0b"])
+@pytest.mark.parametrize("channel", ["", "x" * 64, "é" * 32, "a\0b", "a\udcff"])
 def test_an_invalid_channel_is_refused(channel: str) -> None:
     with pytest.raises(NotifyRefused, match="channel name"):
         subscription(channel)

@@ -18,7 +18,7 @@ from tests.servers import empty_database, require_server
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Condition, WaitTimeout
 from moored.postgres import ConfigurationError, Health, PostgresError
-from moored.postgres.listen import Gap, Listener, Notification, PoolerRefused
+from moored.postgres.listen import Gap, Listener, Notification, NotifyRefused, PoolerRefused
 from moored.postgres.listen._direct import direct_conninfo
 from moored.reservoir import AsyncConnectionPool
 
@@ -238,6 +238,25 @@ async def test_a_server_that_is_down_at_the_start_is_waited_for(unused_tcp_port:
         assert "connection refused" in listener.explain().lower()
         with pytest.raises(WaitTimeout, match="listening"):
             await listener.wait_until_up(0.05)
+
+
+async def test_a_channel_that_the_database_cannot_encode_ends_only_its_subscription(
+    postgres: SyncEmbeddedPostgres,
+) -> None:
+    name = "latin1_of_listener"
+    encoding = "encoding latin1 locale 'C' template template0"
+    await run_sql(postgres.url, f"create database {name} {encoding}")
+    url = postgres.url_of(name)
+    async with Listener(url, notify_through=url) as listener, listener.subscribe("é") as events:
+        async with listener.subscribe("a", "☃") as refused:
+            with pytest.raises(NotifyRefused, match=r"refuses '☃': .*LATIN1"):
+                await next_event(refused)
+        async with listener.subscribe("b") as later:
+            for channel, each in (("é", events), ("b", later)):
+                await listener.notify(channel, "1")
+                assert (await next_event(each))[:2] == (channel, "1")
+        assert listener.statistics()["generation"] == 1, "the connection was not lost"
+    await run_sql(postgres.url, f"drop database {name} with (force)")
 
 
 async def test_subscribers_end_when_the_listener_is_closed(direct: str) -> None:

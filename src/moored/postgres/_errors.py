@@ -7,7 +7,7 @@
         ├── DecodeError          a message of the server violates the protocol
         ├── ConfigurationError   an operator must change something: a retry cannot succeed
         │   └── PoolerRefused    the listener's URL leads to a pooler that loses notifications
-        ├── NotifyRefused        a notification exceeds a limit of PostgreSQL; nothing was sent
+        ├── NotifyRefused        PostgreSQL does not accept a channel name or a payload
         ├── StateError           a file in state_dir cannot be read or written at the moment
         └── StreamEnded          the replication stream has ended
 """

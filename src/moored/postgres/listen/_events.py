@@ -51,7 +51,7 @@ class PoolerRefused(ConfigurationError):
 
 
 class NotifyRefused(PostgresError, ValueError):
-    """A channel name or a payload exceeds a limit of PostgreSQL; nothing was sent."""
+    """A channel name or a payload that PostgreSQL does not accept; nothing was sent."""
 
 
 def check_channels(channels: tuple[str, ...]) -> None:
@@ -63,7 +63,7 @@ def check_channels(channels: tuple[str, ...]) -> None:
 
 
 def _mistakes(channel: str) -> Iterator[str]:
-    size = len(channel.encode("utf-8", "surrogateescape"))
+    size = _size(channel, "channel name")
     if not 1 <= size <= MAX_CHANNEL or "\0" in channel:
         shown = channel if size <= MAX_CHANNEL else f"{channel[:40]}…"
         yield (
@@ -74,7 +74,7 @@ def _mistakes(channel: str) -> Iterator[str]:
 
 def check_payload(channel: str, payload: str) -> None:
     """Raise `NotifyRefused` if the payload is too long or contains NUL."""
-    size = len(payload.encode("utf-8", "surrogateescape"))
+    size = _size(payload, "payload")
     if size > MAX_PAYLOAD:
         raise NotifyRefused(
             f"the payload for {channel!r} has {size:,} bytes, and PostgreSQL permits "
@@ -83,6 +83,17 @@ def check_payload(channel: str, payload: str) -> None:
         )
     if "\0" in payload:
         raise NotifyRefused(f"the payload for {channel!r} contains NUL, which is not permitted")
+
+
+def _size(text: str, what: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        at = text[error.start]
+        raise NotifyRefused(
+            f"the {what} has the surrogate {at!r}, which is no character: remove it, or use "
+            "base64 for bytes"
+        ) from None
 
 
 def quoted(channel: str) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
+import psycopg
+
 from moored.kernel import (
     SECRETS,
     Child,
@@ -32,7 +34,7 @@ from ..server import FaultVerdict, Resolver, diagnose
 from ._canary import POOLED_LIMIT, Canary, NoListener
 from ._core import CHART, ListenerCore
 from ._direct import DirectConnection, direct_conninfo, open_direct
-from ._events import Notification, check_channels, check_payload, quoted
+from ._events import Notification, NotifyRefused, check_channels, check_payload, quoted
 from ._notify import PooledPath
 from ._report import ListenerFigures, explain, report
 from ._subscription import Subscription
@@ -284,7 +286,8 @@ class Listener:
     async def _listening_to(self, subscription: Subscription) -> None:
         """Wait until the channels are listened to, or the listener is down."""
         self._pulse()
-        while self.up and not self._core.listens_to(subscription.channels):
+        listens_to = self._core.listens_to
+        while self.up and not subscription.ended and not listens_to(subscription.channels):
             await self._changed.wait()
 
     def _pulse(self) -> None:
@@ -350,9 +353,24 @@ class Listener:
         while (change := self._core.next_change()) is not None:
             words = [f"LISTEN {quoted(channel)}" for channel in change.listen]
             words += [f"UNLISTEN {quoted(channel)}" for channel in change.unlisten]
-            await direct.query("; ".join(words))
-            self._core.listened(token, change.listen)
+            try:
+                await direct.query("; ".join(words))
+                self._core.listened(token, change.listen)
+            except psycopg.DataError:
+                # The encoding of the database lacks a character of a name: find out of which one.
+                for channel, word in zip(change.listen + change.unlisten, words, strict=True):
+                    try:
+                        await direct.query(word)
+                    except psycopg.DataError as error:
+                        self._refuse(channel, error)
             self._pulse()
+
+    def _refuse(self, channel: str, error: psycopg.DataError) -> None:
+        """End the subscriptions of a channel that the server does not accept."""
+        for subscription in self._core.subscribers:
+            if channel in subscription.channels:
+                self._core.remove(subscription)
+                subscription.end(NotifyRefused(f"the server refuses {channel!r}: {error}"))
 
     async def _beat(self, token: int, direct: DirectConnection) -> None:
         """Follow the wishes of the subscribers, and query the server at each heartbeat."""

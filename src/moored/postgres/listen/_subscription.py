@@ -34,7 +34,8 @@ class Subscription:
         self._listener = listener
         self._events: deque[Notification | Gap] = deque()
         self._filled = asyncio.Event()
-        self._ended = False
+        #: Whether the iteration ends after the buffered events.
+        self.ended = False
         self._error: Exception | None = None
 
     async def listen(self, *channels: str) -> None:
@@ -62,7 +63,7 @@ class Subscription:
 
     def end(self, error: Exception | None = None) -> None:
         """Let the iteration end after the buffered events, or raise the error."""
-        self._ended, self._error = True, error
+        self.ended, self._error = True, error
         self._filled.set()
 
     async def __aenter__(self) -> Self:
@@ -77,7 +78,7 @@ class Subscription:
 
     async def __anext__(self) -> Notification | Gap:
         while not self._events:
-            if self._ended:
+            if self.ended:
                 raise self._error or StopAsyncIteration
             self._filled.clear()
             await self._filled.wait()
