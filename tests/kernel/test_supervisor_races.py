@@ -576,3 +576,42 @@ def test_no_child_is_added_before_the_start_or_after_the_stop() -> None:
         assert stage.take() == ""
 
     virtual(scenario)
+
+
+@pytest.mark.parametrize("strategy", ["one_for_one", "one_for_all", "rest_for_one"])
+@pytest.mark.parametrize("how", ["stop the supervisor", "stop the child", "restart the group"])
+def test_a_child_that_stops_a_sibling_while_it_is_stopped_is_not_abandoned(
+    strategy: Any, how: str
+) -> None:
+    async def scenario() -> None:
+        stage = Stage()
+        ends = []
+
+        async def run(ctx: Context) -> None:
+            ctx.started()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await ctx.supervisor.stop_child("helper")
+                ends.append(ctx.generation)
+
+        helper, other = stage.child("helper"), stage.child("other")
+        children = [other, helper, Child("worker", run)]
+        async with Supervisor(strategy=strategy, children=children) as root:
+            match how:
+                case "stop the child":
+                    await root.stop_child("worker")
+                    await settle()
+                    assert [child.name for child in root.tree().children] == ["other"]
+                case "restart the group":
+                    stage.crash("other")
+                    await settle()
+                    alone = ["helper"] if strategy == "one_for_one" else []
+                    names = [child.name for child in root.tree().children]
+                    assert names == ["other", *alone, "worker"]
+            before = asyncio.get_running_loop().time()
+        assert asyncio.get_running_loop().time() == pytest.approx(before, abs=0.1)
+        assert root.abandoned == 0
+        assert ends[0] == 1
+
+    virtual(scenario)

@@ -180,10 +180,10 @@ class Supervisor:
         call from one of the supervisor's own children does not return: that child is cancelled.
         """
         stopping = self._begin_stop(None)
-        if self._runs_caller():
-            await asyncio.shield(stopping)
-        else:
+        if self._caller() is None:
             await patiently(stopping)
+        else:
+            await asyncio.shield(stopping)
 
     async def wait(self) -> None:
         """Wait until the supervisor has ended; raises `error` if it failed."""
@@ -219,26 +219,35 @@ class Supervisor:
         except asyncio.CancelledError:
             operation.cancel()
             removal = self._operate(self._remove(runner), "stop " + child.name)
-            if not self._runs_caller():
+            if self._caller() is None:
                 await patiently(removal)
             raise
 
     async def stop_child(self, name: str) -> None:
-        """Stop a child and remove it, so that its name is free; harmless if there is none."""
+        """Stop a child and remove it, so that its name is free; harmless if there is none.
+
+        A caller that this supervisor is stopping does not wait for what would wait for the caller:
+        the end of the supervisor, or the lock that siblings share.
+        """
         runner = self._runners.get(name)
         if runner is None:
             return
+        caller = self._caller()
+        stopped = caller is not None and caller._stop_by is not None
         if self._stopping is None:
             self._check_not_starting_itself()
             self._interrupt(runner)
             operation = self._operate(self._remove(runner), "stop " + name)
+            if stopped and self._lock is not None:
+                return
             try:
                 await asyncio.shield(operation)
                 return
             except asyncio.CancelledError:
                 if is_cancelled():
                     raise
-        await self._end()  # the whole supervisor stops, and this child with it
+        if not stopped:
+            await self._end()  # the whole supervisor stops, and this child with it
 
     async def restart_child(self, name: str) -> Any:
         """Stop a child if it runs, and start it again without its siblings; returns its value.
@@ -509,11 +518,12 @@ class Supervisor:
     def _record(self, text: str, kind: str, cause: Event | BaseException | None = None) -> None:
         self.recorder.record(self.path, text, kind=kind, cause=cause)
 
-    def _runs_caller(self) -> bool:
+    def _caller(self) -> Context | None:
+        """Return the child of this supervisor that makes a call, itself or by a child below it."""
         context = current_context.get()
         while context is not None and context.supervisor is not self:
             context = context.supervisor._within
-        return context is not None
+        return context
 
     def _check_running(self, name: str) -> None:
         if self.state not in ("starting", "running"):
