@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -65,6 +67,36 @@ async def test_drop_of_an_unreachable_server_is_an_error(tmp_path: Path) -> None
     await pg.open()
     with pytest.raises(PostgresError, match="could not be dropped"):
         await pg.drop()
+
+
+# -- close -----------------------------------------------------------------------------------------
+
+
+async def test_close_releases_every_waiter(tmp_path: Path) -> None:
+    pg = Postgres("postgresql://nobody@127.0.0.1:1/none", state_dir=tmp_path, pool_size=2)
+    await pg.open()
+    none: Any = None
+    waiters = [
+        pg.wait_until_active(),
+        pg.wait_until_published("orders", timeout=none),
+        pg.connection(timeout=none).__aenter__(),
+    ]
+    waiting = [asyncio.ensure_future(each) for each in waiters]
+    await asyncio.sleep(0)
+    await pg.close()
+    ends = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), LIMIT)
+    assert [type(each) for each in ends] == [PostgresError] * 3
+    assert all("is not open" in str(each) for each in ends)
+
+
+async def test_close_releases_a_waiter_for_a_table(make: MakePostgres) -> None:
+    none: Any = None
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+        waiting = asyncio.ensure_future(pg.wait_until_published("none", timeout=none))
+        await asyncio.sleep(0)
+    with pytest.raises(PostgresError, match="is not open"):
+        await asyncio.wait_for(waiting, LIMIT)
 
 
 # -- after a fatal error ---------------------------------------------------------------------------

@@ -185,7 +185,9 @@ class Postgres:
         """Let the first consumer of the outbox start it; also the listener, if it has no URL."""
         listener, supervisor = self.listener, self._supervisor
         if listener is not None and self.notify_url is None:
-            listener.on_first_use = lambda: supervisor.start_child(listener.child())
+            listener.on_first_use = lambda: self._tasks.start(
+                supervisor.start_child(listener.child())
+            )
         self.outbox.on_first_use = lambda: self._tasks.start(
             supervisor.start_child(self.outbox.child())
         )
@@ -239,6 +241,7 @@ class Postgres:
             return
         self._state = "closed"
         self._hub.end(None)
+        self.monitor.clear(CONDITIONS[0], "closed")  # release the callers that wait
         await self._supervisor.stop()
         if self.listener is not None:
             self.listener.end()
@@ -459,7 +462,7 @@ class Postgres:
         deadline = Deadline.after(timeout, self.clock)
         await self.wait_until_active(deadline.timeout)
         async with deadline.enforce("publishing"):
-            await self._hub.published.wait(tables, self._hub.attached)
+            await self._hub.published.wait(tables, self._hub.attached, self._check_works)
 
     async def drop_consumer(self, name: str) -> None:
         """Remove a consumer: the server no longer retains WAL for it."""
@@ -509,7 +512,8 @@ class Postgres:
     async def wait_until_active(self, timeout: float | None = None) -> None:
         """Wait until the health is `ACTIVE`; wake the stream if it sleeps.
 
-        Raises `WaitTimeout`, which names the missing conditions, or `ConfigurationError`.
+        Raises `WaitTimeout`, which names the missing conditions, or `ConfigurationError`; and
+        `PostgresError` when it is closed meanwhile.
         """
         await self.wake()
         await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
@@ -517,15 +521,15 @@ class Postgres:
     async def _wait(self, predicate: Any, timeout: float | None) -> None:
         try:
             await self.monitor.wait_until(
-                lambda status: self.fatal is not None or predicate(status), timeout
+                lambda status: self.fatal is not None or self._state != "open" or predicate(status),
+                timeout,
             )
         except WaitTimeout as error:
             text = f"{error}; the current step: {WORDS[self.machine.step]}"
             if self._stack.outages.now is not None:
                 text += f"; the last failure: {self._stack.outages.now.last}"
             raise WaitTimeout(text) from None
-        if self.fatal is not None:
-            raise ConfigurationError(self.fatal)
+        self._check_works()
 
     async def events(self) -> AsyncIterator[StackEvent]:
         """Yield events from now on: `ready`, `connection_lock_acquired`, `connection_error`, …"""
@@ -584,3 +588,10 @@ class Postgres:
         if self._state != "open":
             hint = "use `async with`" if self._state == "new" else "create a new one"
             raise PostgresError(f"{self!r} is not open: {hint}")
+
+    def _check_works(self) -> bool:
+        """Return True; raise after a fatal error, and unless it is open."""
+        if self.fatal is not None:
+            raise ConfigurationError(self.fatal)
+        self._check_open()
+        return True

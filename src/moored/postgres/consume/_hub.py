@@ -586,6 +586,7 @@ class Hub:
         """End all consumers, with this error if there is one."""
         for changes in list(self._attached.values()):
             changes._end(error)
+        self.published.notify()
 
     def consumers(self) -> dict[str, dict[str, object]]:
         """Return the state of each consumer, as plain data."""

@@ -61,7 +61,7 @@ class Published:
 
         Raises the error of a consumer whose tables cannot be published.
 
-        :param ready: must be true as well; called again after each `notify()`.
+        :param ready: must be true as well, and may raise; called again after each `notify()`.
         """
         while True:
             wanted = set(tables) or {name for each in consumers() for name in each.tables}
@@ -69,7 +69,7 @@ class Published:
                 missing = set(each.tables) - self._tables
                 if each._error is not None and (not tables or missing & wanted):
                     raise each._error
-            if wanted <= self._tables and ready():
+            if ready() and wanted <= self._tables:
                 return
             self._changed.clear()
             await self._changed.wait()
