@@ -295,6 +295,19 @@ async def test_a_handled_reset_does_not_clear_a_later_one_with_the_same_reason(h
     assert saved.reason == "the slot was missing"
 
 
+async def test_iteration_ends_for_a_consumer_that_is_closed_while_it_handles_a_reset(
+    hub: Hub,
+) -> None:
+    changes = hub.attach("search")
+    await hub.reset("the slot was missing")
+    confirm_all(hub)
+    await reset_of(changes)
+    hub.end(None)
+    hub._store.close()
+    with pytest.raises(StopAsyncIteration):
+        await anext(changes)
+
+
 async def test_after_a_reset_no_table_is_known_to_be_published(hub: Hub) -> None:
     hub.published.add(["orders"])
     await asyncio.wait_for(hub.published.wait(["orders"], hub.attached), LIMIT)

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from moored.postgres import ConfigurationError, Postgres, PostgresError, Reset
+from moored.postgres import ConfigurationError, Postgres, PostgresError, Reset, StateError
 from moored.postgres.manage import _manager
 from moored.postgres.report._health import Health
 
@@ -97,6 +97,23 @@ async def test_close_releases_a_waiter_for_a_table(make: MakePostgres) -> None:
         await asyncio.sleep(0)
     with pytest.raises(PostgresError, match="is not open"):
         await asyncio.wait_for(waiting, LIMIT)
+
+
+async def test_a_cancelled_close_completes(make: MakePostgres) -> None:
+    pg = make()
+    await pg.open()
+    await pg.wait_until_active(LIMIT)
+    events = asyncio.ensure_future(anext(pg.events(), None))
+    closing = asyncio.ensure_future(pg.close())
+    while pg.is_open:  # noqa: ASYNC110 - it has no event
+        await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asyncio.shield(closing), LIMIT)
+    await pg.close()
+    assert await asyncio.wait_for(events, LIMIT) is None
+    with pytest.raises(StateError, match="closed database"):
+        pg._stack.store.consumers()
 
 
 # -- after a fatal error ---------------------------------------------------------------------------

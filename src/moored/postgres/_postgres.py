@@ -242,11 +242,13 @@ class Postgres:
         self._state = "closed"
         self._hub.end(None)
         self.monitor.clear(CONDITIONS[0], "closed")  # release the callers that wait
-        await self._supervisor.stop()
-        if self.listener is not None:
-            self.listener.end()
-        self._stack.events.end()
-        await asyncio.to_thread(self._stack.store.close)
+        try:
+            await self._supervisor.stop()
+        finally:  # also if the caller is cancelled, which is raised when all have stopped
+            if self.listener is not None:
+                self.listener.end()
+            self._stack.events.end()
+            await asyncio.to_thread(self._stack.store.close)
 
     async def drop(self) -> None:
         """Close, and drop the replication slot and the publication at the server.

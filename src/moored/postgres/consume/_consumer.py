@@ -32,7 +32,8 @@ class Reset(NamedTuple):
     The database was restored from a backup or replaced, or has lost the slot; or a table was
     dropped and created again, renamed, removed from the publication, or rewritten by ALTER TABLE.
     Take a new copy of the tables: they are published again, and every change after the copy
-    follows. The reset counts as handled when the next item is requested.
+    follows. The reset counts as handled when the next item is requested, unless the consumer was
+    closed before.
     """
 
     reason: str
@@ -163,7 +164,7 @@ class Changes:
 
     async def __anext__(self) -> Transaction | Reset:
         """Return the next transaction, or a `Reset`."""
-        if (last := self._last) is not None:
+        if (last := self._last) is not None and not self._closed:
             await self._hub.reset_handled(self, last)
             if self._last is last:  # another task may have received the next Reset meanwhile
                 self._last = None
