@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,24 @@ async def test_without_a_url_the_first_subscription_starts_the_listener(
             await pg.listener.notify("a", "x")
             assert (await next_event(events))[:2] == ("a", "x")
         assert pg.health is Health.ACTIVE
+
+
+async def test_first_subscriptions_at_once_share_one_start_which_outlives_a_cancelled_one(
+    streamed_url: str, options: dict[str, Any]
+) -> None:
+    async with Postgres(streamed_url, **options) as pg, AsyncExitStack() as stack:
+        await pg.wait_until_active(LIMIT)
+        assert pg.listener is not None
+        first, *others = [
+            asyncio.ensure_future(stack.enter_async_context(pg.listener.subscribe("a")))
+            for _ in range(3)
+        ]
+        await asyncio.sleep(0)  # each waits for the start
+        first.cancel()
+        async with asyncio.timeout(LIMIT):
+            await asyncio.gather(*others)
+        assert first.cancelled()
+        assert pg.listener.up
 
 
 async def test_without_a_url_and_behind_a_pooler_the_listener_is_off(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -101,8 +101,9 @@ class Listener:
         self.name = name
         #: Called if an operator must change something, according to the first attempt.
         self.on_refused: Callable[[ConfigurationError], None] = lambda error: None
-        #: Called by the first subscription, if the listener was not opened before: starts it.
-        self.on_first_use: Callable[[], Awaitable[object]] | None = None
+        #: Called by the first subscription, if the listener was not opened before: starts it in a
+        #: task, for which every subscription waits.
+        self.on_first_use: Callable[[], asyncio.Task[Any]] | None = None
         #: Returns whether the pooled path is closed on purpose, so that no canary can be sent.
         self.stands_by: Callable[[], bool] = lambda: False
         self._url = url
@@ -116,6 +117,7 @@ class Listener:
         self._figures = ListenerFigures()
         self._refused: ConfigurationError | None = None
         self._state = "new"
+        self._starting: asyncio.Task[Any] | None = None
         self._settled = asyncio.Event()
         self._changed = asyncio.Event()
         self._supervisor: Supervisor | None = None
@@ -260,9 +262,9 @@ class Listener:
     # -- subscriptions -------------------------------------------------------------------------
 
     async def _subscribe(self, subscription: Subscription) -> None:
-        if (start := self.on_first_use) is not None:
-            self.on_first_use = None
-            await start()
+        if self.on_first_use is not None:
+            self._starting = self._starting or self.on_first_use()
+            await asyncio.shield(self._starting)
         if self._state != "new":
             await self.settled()
         if self._state != "open":
