@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
+from moored.kernel import LoopThread
 from moored.rpc import ConnectFailed, ConnectionManager, Handler, ManagerClosed
 
 from .handlers import CHAT, COLLECT, COUNT, ECHO, eventually, loss_noticed, new_live
@@ -108,6 +110,62 @@ def test_call_cancelled_before_it_begins_never_begins(waiting: Handler, echo: Ec
     live = new_live(echo.uri)
     waiting._swap(live)
     eventually(lambda: not waiting._pending and not live.calls)
+
+
+def test_cancelled_call_is_forgotten_immediately(waiting: Handler) -> None:
+    begin(waiting, "unary future").cancel()
+    assert waiting._pending == []
+
+
+def test_call_that_cannot_be_made_does_not_hold_up_the_others(
+    waiting: Handler, echo: EchoServer
+) -> None:
+    """Its error has no callbacks, and its own done callback raises."""
+
+    def refuse(request: object) -> bytes:
+        raise ValueError("cannot be serialized")
+
+    future = waiting.unary_unary(ECHO, request_serializer=refuse).future(b"", LONG)
+    stream = waiting.unary_stream(COUNT, request_serializer=refuse)(b"", LONG)
+    future.add_done_callback(lambda done: done.result())
+    called = threading.Event()
+    stream.add_callback(called.set)
+    last = begin(waiting, "unary future")
+    waiting._swap(new_live(echo.uri))
+    assert last.result(LIMIT) == b"a"
+    for read in (future.result, stream.__next__):
+        with pytest.raises(grpc.RpcError) as raised:
+            read()
+        assert raised.value.code() is grpc.StatusCode.INTERNAL
+    assert (future.code(), stream.code()) == (grpc.StatusCode.INTERNAL,) * 2
+    assert called.wait(LIMIT)
+
+
+@pytest.mark.parametrize("expires", [True, False])
+def test_callback_of_a_failed_call_may_wait_for_the_manager(
+    waiting: Handler, expires: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop thread, which fails the calls, must not wait for their callbacks."""
+    loop, waited = LoopThread.shared(), threading.Event()
+    calls = [begin(waiting, "unary future", 0.05 if expires else LONG) for _ in range(2)]
+
+    def wait(call: Any) -> None:
+        loop.run(asyncio.sleep(0), LIMIT)
+        waited.set()
+        raise KeyError("the callback failed")
+
+    for call in calls:
+        call.add_done_callback(wait)
+
+    async def fail() -> None:
+        waiting._fail_waiting(ValueError("no such certificate"))
+
+    if not expires:
+        loop.run(fail(), LIMIT)
+    for call in calls:
+        assert isinstance(call.exception(LIMIT), ConnectFailed)
+    assert waited.wait(LIMIT)
+    eventually(lambda: "the callback failed" in caplog.text)
 
 
 def test_waiting_for_a_future_can_time_out(waiting: Handler) -> None:

@@ -308,7 +308,8 @@ class Generations:
         except Exception as error:
             # Without the exception's context, the error of the call, which may repeat the token.
             log.error(
-                "reporting a call to its manager failed\n%s",
+                "a callback for a call to %s failed\n%s",
+                self._address,
                 trace(error, secrets_of("", *self._sent.lately)),
             )
 

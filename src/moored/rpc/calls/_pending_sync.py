@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Self
 
@@ -40,24 +41,18 @@ def start_later(handler: Handler, start: Start, timeout: float | None) -> Pendin
     began, limit = monotonic(), handler._wait_limit if timeout is None else timeout
     verdicts = handler._verdicts
 
-    off: Callable[[], object] = nothing
-
-    def settled() -> None:
-        off()
-        handler._waiting(-1)
-
     def expired() -> None:
         waited, own = monotonic() - began, timeout is not None
         _fail(handler, call, *unsent(handler.address, waited, own, handler._last_error))
 
-    call = PendingCall(start, timeout, settled)
+    call = PendingCall(handler, start, timeout)
     handler._waiting(+1)
     with handler._changed:
         handler._pending.append(call)
     # After that: a timer that fires at once must find the call in the list.
-    off = handler._later(max(limit, 0.001), expired)
+    call.stop_timer = handler._later(max(limit, 0.001), expired)
     if call.settled:
-        off()
+        call.stop_timer()
     # `_fail_waiting` may have run before the call was in the list.
     if handler._verdicts != verdicts and handler._verdict is not None:
         _fail(handler, call, *cannot_connect(handler.address, handler._verdict))
@@ -94,27 +89,38 @@ def _start_all(handler: Handler) -> None:
 
 
 def _fail(handler: Handler, call: PendingCall, code: grpc.StatusCode, text: str) -> None:
+    if _take(handler, call):
+        error = CallUnsent(code, text)
+        handler._unsent(error)
+        call.fail(error)
+
+
+def _take(handler: Handler, call: PendingCall) -> bool:
+    """Remove a call from the pending ones; return whether it was one of them."""
     with handler._changed:
-        if call not in handler._pending:
-            return
-        handler._pending.remove(call)
-    error = CallUnsent(code, text)
-    handler._unsent(error)
-    call.fail(error)
+        if found := call in handler._pending:
+            handler._pending.remove(call)
+        return found
+
+
+def _run_all(handler: Handler, callbacks: list[Callable[[], None]]) -> None:
+    for callback in callbacks:
+        handler._tell(callback)
 
 
 class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
     """A call that begins when there is a connection, or fails when its timeout expires.
 
     :param start: makes the real call over a generation, with the rest of the timeout.
-    :param settled: called once, when the call stops waiting for a connection.
     """
 
-    def __init__(self, start: Start, timeout: float | None, settled: Callable[[], object]) -> None:
+    def __init__(self, handler: Handler, start: Start, timeout: float | None) -> None:
         super().__init__()
+        #: Cancels the timer of its timeout.
+        self.stop_timer: Callable[[], object] = nothing
+        self._handler = handler
         self._start = start
         self._deadline = None if timeout is None else monotonic() + timeout
-        self._settled = settled
         self._lock = threading.RLock()
         self._over = threading.Event()
         self._real: Any = None
@@ -129,30 +135,36 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
 
     def begin(self, live: LiveChannel) -> None:
         """Make the real call, which the generation counts already."""
-        with self._lock:
-            if self._over.is_set():
-                live.leave()
-                return
-            try:
-                real = self._start(live, self.time_remaining())
-            except BaseException as error:  # raised when the caller reads the call
-                real = error if isinstance(error, grpc.Future) else _Failure(error)
-            self._settle(real)
+        if not self._settle(partial(self._make, live)):
+            live.leave()
+
+    def _make(self, live: LiveChannel) -> Any:
+        try:
+            return self._start(live, self.time_remaining())
+        except BaseException as error:  # raised when the caller reads the call
+            return _Failure(error)
 
     def fail(self, error: CallUnsent) -> None:
         """Fail the call."""
-        with self._lock:
-            if not self._over.is_set():
-                self._settle(error)
+        self._settle(lambda: error)
 
-    def _settle(self, real: Any) -> None:
-        self._real = real
-        callbacks, self._callbacks = self._callbacks, []
-        self._over.set()
-        self._settled()
-        for callback in callbacks:
-            if not real.add_callback(callback):
-                callback()
+    def _settle(self, make: Callable[[], Any]) -> bool:
+        """Make the real call, or its stand-in, unless there is one; return whether it was made."""
+        with self._lock:
+            if self._over.is_set():
+                return False
+            self._real = real = make()
+            callbacks, self._callbacks = self._callbacks, []
+            self._over.set()
+        self.stop_timer()
+        handler = self._handler
+        handler._waiting(-1)
+        # An interceptor may have returned an object that takes no callbacks.
+        add = getattr(real, "add_callback", None)
+        if ended := [each for each in callbacks if add is None or not add(each)]:
+            # In another thread: a callback may block, and other calls or the loop thread wait here.
+            handler._later(0.0, partial(_run_all, handler, ended))
+        return True
 
     def _known(self, timeout: float | None = None) -> Any:
         """Return the real call, or its stand-in; wait until there is one."""
@@ -164,11 +176,10 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
 
     def cancel(self) -> bool:
         """See `grpc.Future`."""
-        with self._lock:
-            if self._over.is_set():
-                return bool(self._real.cancel())
-            self._settle(_Cancelled(grpc.StatusCode.CANCELLED, CANCELLED))
-            return True
+        if not self._settle(lambda: _Cancelled(grpc.StatusCode.CANCELLED, CANCELLED)):
+            return bool(self._real.cancel())
+        _take(self._handler, self)
+        return True
 
     def cancelled(self) -> bool:
         """See `grpc.Future`."""
@@ -263,7 +274,10 @@ class _Failure(CallUnsent):
     """Stands in for a call that could not be made, because its credentials raised, for instance."""
 
     def __init__(self, error: BaseException) -> None:
-        super().__init__(grpc.StatusCode.UNKNOWN, f"not sent: {type(error).__name__}")
+        if isinstance(error, grpc.Call):
+            super().__init__(error.code(), error.details())
+        else:
+            super().__init__(grpc.StatusCode.UNKNOWN, f"not sent: {type(error).__name__}")
         self._error = error
 
     def result(self, timeout: float | None = None) -> Any:
