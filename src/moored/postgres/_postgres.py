@@ -219,7 +219,9 @@ class Postgres:
             clock=self.clock,
             recorder=self.recorder,
         )
-        listener.stands_by = lambda: self.monitor.status().health is Health.WAITING
+        listener.stands_by = lambda: (
+            self._restarter.asleep or self.monitor.status().health is Health.WAITING
+        )
         if self.notify_url is not None:
             listener.on_refused = lambda error: self._fail(str(error))
         return listener
@@ -463,8 +465,9 @@ class Postgres:
         """
         deadline = Deadline.after(timeout, self.clock)
         await self.wait_until_active(deadline.timeout)
-        async with deadline.enforce("publishing"):
-            await self._hub.published.wait(tables, self._hub.attached, self._check_works)
+        with self._restarter.in_use():
+            async with deadline.enforce("publishing"):
+                await self._hub.published.wait(tables, self._hub.attached, self._check_works)
 
     async def drop_consumer(self, name: str) -> None:
         """Remove a consumer: the server no longer retains WAL for it."""
@@ -518,7 +521,8 @@ class Postgres:
         `PostgresError` when it is closed meanwhile.
         """
         await self.wake()
-        await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
+        with self._restarter.in_use():
+            await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
 
     async def _wait(self, predicate: Any, timeout: float | None) -> None:
         try:
