@@ -299,6 +299,43 @@ async def test_replaced_event_loop_consumer_settles_no_message_with_the_same_key
     await second.aclose()
 
 
+@pytest.mark.parametrize("before", range(4))
+@pytest.mark.parametrize("after", range(4))
+async def test_cancelled_call_of_a_stream_loses_no_event(before: int, after: int) -> None:
+    box, got = LetterQueue(), ""
+    sink = Sink(box.waiting)
+    stream = EventStream(sink)
+    for letter in "abcde":
+        call = asyncio.ensure_future(anext(stream))
+        for _ in range(before):
+            await asyncio.sleep(0)
+        assert sink.put(Incoming("letter", letter, "alice"), partial(box._done, letter, 1), letter)
+        for _ in range(after):
+            await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.wait([call])
+        got += "" if call.cancelled() else call.result().data
+    while len(got) < 5:
+        got += (await asyncio.wait_for(anext(stream), AT_MOST)).data
+    assert got == "abcde"
+    await stream.aclose()
+    assert "".join(letter for letter, _ in box.acknowledged) == "abcd"
+
+
+async def test_cancelled_stream_that_was_replaced_ends() -> None:
+    sink, heard = Sink(LetterQueue().waiting), list[Incoming]()
+    stream = EventStream(sink)
+    call = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait([call])
+    sink.attach(heard.append)
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    sink.put(Incoming("letter", "a", "alice"))
+    await until(lambda: heard)
+
+
 async def test_replaced_handler_settles_no_message_with_the_same_key() -> None:
     box, heard, may_go_on = LetterQueue(), list[str](), asyncio.Event()
     sink = Sink(box.waiting)

@@ -26,7 +26,7 @@ from moored.kernel import awaited, describe, start_task
 
 from .._content import Incoming, SetAside
 from ._event_queue import Done, EventQueue, QueuedEvent
-from ._event_stream import Leaving
+from ._event_stream import StreamState
 
 __all__ = ["Handler", "Sink"]
 
@@ -56,6 +56,8 @@ class Sink:
     _consumer: asyncio.Task[None] | None = None
     # The task that iterates, while it has a message to acknowledge.
     _reader: asyncio.Task[Any] | None = None
+    # The stream that iterates, and what it waits for.
+    _stream: StreamState | None = None
     _waiter: asyncio.Future[None] | None = None
     closed: bool = False
     # The consumer's own task, if it stops the session: `close` must not wait for it.
@@ -167,16 +169,16 @@ class Sink:
         if taken.done is not None or taken.raw:
             self.set_aside(taken.event, error, taken.done)
 
-    async def iterate(self, leaving: Leaving) -> AsyncGenerator[Incoming]:
+    async def iterate(self, stream: StreamState) -> AsyncGenerator[Incoming]:
         """Replace the consumer by an iterator over all events, the queued ones first."""
-        self._detach()
+        if not stream.attached:
+            self._detach()
+            stream.attached, self._stream = True, stream
         in_hand: tuple[QueuedEvent, int] | None = None
-        loop = asyncio.get_running_loop()
-        token = self._waiter = loop.create_future()
         try:
             while True:
                 await asyncio.sleep(0)  # write the last acknowledgement, and let other tasks run
-                if self._waiter is not token:
+                if self._stream is not stream:
                     return
                 if (taken := self.queue.take()) is not None:
                     if taken.done is None and not taken.raw:
@@ -197,21 +199,19 @@ class Sink:
                         taken, in_hand = ready, (ready, in_hand[1])
                         yield taken.event
                     in_hand = None
-                    self.queue.handled(taken, current=self._waiter is token)
-                    if self._waiter is token:
+                    self.queue.handled(taken, current=self._stream is stream)
+                    if self._stream is stream:
                         self._finish()
                     continue
                 if self.closed:
                     return
-                if token.done():
-                    token = self._waiter = loop.create_future()
-                await token
+                self._waiter = asyncio.get_running_loop().create_future()
+                await self._waiter
         finally:
-            if in_hand is not None and leaving.handled:
-                self.queue.handled(in_hand[0], current=self._waiter is token)
+            if in_hand is not None and stream.handled:
+                self.queue.handled(in_hand[0], current=self._stream is stream)
                 in_hand = None
-            if self._waiter is token:
-                self._waiter = None
+            if self._stream is stream:
                 self._finish()
             if in_hand is not None:
                 # The consumer has left its loop, perhaps in the middle: the next one gets it again.
@@ -223,7 +223,7 @@ class Sink:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
         consumer, self._consumer = self._consumer, None
-        self._handler = self._reader = None
+        self._handler = self._reader = self._stream = None
         if consumer is not None:
             consumer.cancel()
 
