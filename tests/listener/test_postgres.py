@@ -118,6 +118,21 @@ async def test_without_a_url_the_first_subscription_starts_the_listener(
         assert pg.health is Health.ACTIVE
 
 
+async def test_no_canary_wakes_a_postgres_that_sleeps(
+    streamed_url: str, options: dict[str, Any]
+) -> None:
+    async with Postgres(streamed_url, notify_url=streamed_url, **options) as pg:
+        listener = pg.listener
+        assert listener is not None
+        await pg.wait_until_active(LIMIT)
+        await listener.monitor.wait_until(
+            lambda _: listener.monitor.conditions()["canary"].met, LIMIT
+        )
+        assert not listener.stands_by()
+        await pg.sleep()
+        assert listener.stands_by()
+
+
 async def test_first_subscriptions_at_once_share_one_start_which_outlives_a_cancelled_one(
     streamed_url: str, options: dict[str, Any]
 ) -> None:
