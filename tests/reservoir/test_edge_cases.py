@@ -175,8 +175,9 @@ def test_an_async_pool_whose_loop_has_ended_raises_pool_closed(module_url: str) 
         await pool.getconn()
 
     conn = asyncio.run(use())
-    with pytest.raises(PoolClosed, match="on another event loop, which has ended"):
-        asyncio.run(take())
+    for again in (use, take):  # the connection is fresh: the first may find it by the fast path
+        with pytest.raises(PoolClosed, match="on another event loop, which has ended"):
+            asyncio.run(again())
     asyncio.run(pool.close())
     assert conn.closed
     assert pool.closed
