@@ -252,8 +252,10 @@ async def test_asleep_it_has_no_connection_and_awake_it_delivers_what_it_missed(
 
 async def test_a_wait_for_the_stream_or_a_table_keeps_it_awake(make: MakePostgres) -> None:
     async with make(sleep_after=3600.0) as pg:
-        for wait in (pg.wait_until_active, lambda: pg.wait_until_published("none")):
-            waiting = asyncio.ensure_future(wait())
+        for tables in ((), ("none",)):
+            waiting = asyncio.ensure_future(
+                pg.wait_until_published(*tables) if tables else pg.wait_until_active()
+            )
             await asyncio.sleep(0)
             pg._restarter._used_at -= 7200.0
             assert not waiting.done()
