@@ -22,6 +22,8 @@ from moored.rpc import (
 )
 from moored.rpc._channel_pool import AioChannelPool, ChannelPool, lanes_of
 from moored.rpc._dial import make_aio_channel, make_channel
+from moored.rpc._grpc_internals import has_connection
+from moored.testing import FaultProxy
 
 from .handlers import (
     CHAT,
@@ -107,6 +109,33 @@ async def test_error_of_one_channel_replaces_all(kind: Kind) -> None:
                     await asyncio.sleep(0.01)
             for lane in lanes_of(old.channel):
                 assert await _is_closed(side, lane)
+
+
+@both
+async def test_unavailable_answer_keeps_a_pool_of_which_one_channel_is_idle(
+    kind: Kind, echo: EchoServer
+) -> None:
+    made: list[Any] = []
+    make = make_channel if kind is Threads else make_aio_channel
+
+    with FaultProxy("127.0.0.1", echo.port).in_thread() as proxy:
+        second = ConnectionConfig.from_uri(f"http://127.0.0.1:{proxy.port}")
+
+        def factory(config: ConnectionConfig) -> Any:
+            made.append(make(second if made else config, len(made) + 6000))
+            return made[-1]
+
+        async with kind(channels=2, handler_factory=factory) as side:
+            channel = await side.get(config(echo), timeout=LIMIT)
+            proxy.reset()  # as a server does that closes idle connections
+            await asyncio.to_thread(eventually, lambda: not has_connection(made[1]), LIMIT)
+            with pytest.raises(grpc.RpcError):
+                await side.call(channel, FAIL, b"UNAVAILABLE")
+            counters = side.manager._table.counters[echo.address]
+            await asyncio.to_thread(
+                eventually, lambda: counters.unavailable_answers + counters.recoveries > 0, LIMIT
+            )
+            assert (counters.unavailable_answers, channel.generation) == (1, 1)
 
 
 async def _is_closed(side: Threads | Aio, channel: Any) -> bool:

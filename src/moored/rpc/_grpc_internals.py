@@ -20,28 +20,32 @@ from .calls._kinds import KINDS
 
 __all__ = ["cut", "cut_async", "has_connection", "is_connected", "make_cuttable"]
 
+_READY = grpc.ChannelConnectivity.READY.value[0]
+_IDLE = grpc.ChannelConnectivity.IDLE.value[0]
+
 #: Seconds in which aborted calls end; the server is not involved.
 CUT_TIMEOUT = 1.0
 
 
 def is_connected(channel: Any) -> bool:
-    """Whether the channel, or each channel of a pool, has a live connection."""
-    return all(_is_ready(lane) for lane in lanes_of(channel))
+    """Whether the channel has a live connection; of a pool, some of the channels may be idle."""
+    states = {_state_of(lane) for lane in lanes_of(channel)}
+    return _READY in states and states <= {_READY, _IDLE}
 
 
 def has_connection(channel: Any) -> bool:
     """Whether the channel, or any channel of a pool, has a live connection."""
-    return any(_is_ready(lane) for lane in lanes_of(channel))
+    return any(_state_of(lane) == _READY for lane in lanes_of(channel))
 
 
-def _is_ready(channel: Any) -> bool:
+def _state_of(channel: Any) -> Any:
+    """Return the number of gRPC's state of the channel; None if it is unknown."""
     try:
         if hasattr(channel, "get_state"):
-            return channel.get_state() is grpc.ChannelConnectivity.READY
-        state = _core_of(channel).check_connectivity_state(False)
+            return channel.get_state().value[0]
+        return _core_of(channel).check_connectivity_state(False)
     except (AttributeError, ValueError):  # not gRPC's own, or closed
-        return False
-    return bool(state == grpc.ChannelConnectivity.READY.value[0])
+        return None
 
 
 def _core_of(channel: Any) -> Any:
