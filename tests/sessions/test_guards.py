@@ -154,7 +154,7 @@ async def test_late_stop_leaves_a_session_that_started_meanwhile(
     await old.stop()
     new = await sessions.connect("alice", Demo(server))
     # As if this stop had waited for a handler while another stop finished.
-    await sessions._end(old._runtime, "it was stopped", None, 0.0)
+    await sessions._end(old._runtime, "it was stopped", 0.0)
     assert new.state == "online"
 
 
