@@ -226,7 +226,7 @@ def test_table_of_numbers_matches_the_code() -> None:
         "a link with its handshake": [default(Sessions, "connect_timeout")],
         "a login that needs a person": [_connection.LOGIN_TIMEOUT],
         "silence until a ping, and its answer": [protocol.keepalive, protocol.patience],
-        "a send": [default(Session.send, "timeout")],
+        "a send": [default(Sessions, "send_timeout")],
         "a question to the server": [default(Session.query, "timeout")],
         "sends without an outcome in a session": [_senders.LIMIT],
         "events that wait": [default(Sessions, "events")],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.sessions.support import Broken, collect, until
+from tests.sessions.support import LIMIT, Broken, collect, until
 
 from moored.kernel import Backoff
 from moored.sessions import (
@@ -128,6 +128,16 @@ async def test_idempotent_send_is_written_again_with_its_id(
     assert await asyncio.wait_for(sending, 30) == Acked("once")
     (received,) = server.received
     assert received.duplicates == 1
+
+
+async def test_send_without_a_timeout_has_that_of_sessions(server: DemoServer) -> None:
+    async with Sessions(send_timeout=0.05) as sessions:
+        alice = await sessions.connect("alice", Demo(server))
+        server.drop_acks = 1
+        assert isinstance(await alice.send("bob", b"hello", outcome=True), Unknown)
+        assert await alice.send("bob", b"next", timeout=LIMIT)
+    with pytest.raises(ValueError, match="send_timeout"):
+        Sessions(send_timeout=0)
 
 
 async def test_send_that_is_not_confirmed_in_time_is_unknown(

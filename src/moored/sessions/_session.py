@@ -29,7 +29,7 @@ __all__ = ["AnyHow", "How", "Session", "WaitingHow"]
 
 class _How(TypedDict, total=False):
     id: str | None
-    timeout: float
+    timeout: float | None
     idempotent: bool
     hold: bool
 
@@ -84,7 +84,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         content: Any,
         *,
         id: str | None = None,
-        timeout: float = 30.0,
+        timeout: float | None = None,
         outcome: bool = False,
         wait: bool = True,
         idempotent: bool = False,
@@ -97,13 +97,16 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         `SendUnknown`; with `outcome=True`, its outcome is returned instead.
 
         :param id: the id for the server and the recipient; random by default.
-        :param timeout: the seconds to wait for the confirmation; more than 0.
+        :param timeout: the seconds to wait for the confirmation; more than 0. None for the
+            `send_timeout` of `Sessions`.
         :param wait: if false, return immediately: `Submitted`, or the outcome if it is known. A
             later outcome is only counted in `status()`.
         :param idempotent: write it once more, with the same id, if the link was lost and it is
             unknown whether it arrived.
         :param hold: without a link, wait for one until the timeout, instead of failing immediately.
         """
+        if timeout is None:
+            timeout = self._runtime.owner._send_timeout
         try:
             parked = self._runtime.sends.begin(recipient, content, id, timeout, idempotent, hold)
         except SessionError:

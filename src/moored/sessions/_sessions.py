@@ -71,6 +71,7 @@ class Sessions:
     :param connect_rate: the most links per second, over all sessions.
     :param connect_burst: the most links at once.
     :param connect_timeout: the seconds for making a link, including its handshake.
+    :param send_timeout: the seconds in which a send must be confirmed, unless it has a `timeout`.
     :param backoff: the pauses between attempts; by default, from 1 s to 60 s with full jitter.
     :param events: the most events in a session's queue, and, counted separately, the most messages
         that must be acknowledged. When the queue is full, new events are dropped.
@@ -86,6 +87,7 @@ class Sessions:
         connect_rate: float = 50.0,
         connect_burst: int = 50,
         connect_timeout: float = 30.0,
+        send_timeout: float = 30.0,
         backoff: Backoff | None = None,
         events: int = 1000,
         retry_cache: Callable[[], RetryCache] = MemoryRetryCache,
@@ -98,6 +100,7 @@ class Sessions:
             "connect_rate": connect_rate,
             "connect_burst": connect_burst,
             "connect_timeout": connect_timeout,
+            "send_timeout": send_timeout,
             "events": events,
         }
         checks = [(name, value, value > 0, "more than 0") for name, value in positive.items()]
@@ -110,6 +113,7 @@ class Sessions:
         self._forgetful = not self._storage.durable
         self._leasing = Leasing(leases, name=name, ttl=lease_ttl, clock=self._clock)
         self._connect_timeout = connect_timeout
+        self._send_timeout = send_timeout
         self._backoff = backoff or Backoff(1.0, 60.0, jitter="full", clock=self._clock)
         self._events = events
         self._retry_cache = retry_cache
