@@ -11,12 +11,14 @@ from typing import Any
 
 import psycopg
 import pytest
-from tests.reservoir.support import eventually
+from tests.reservoir.support import eventually, eventually_async
 
+from moored.leases import connect, sync
 from moored.reservoir import (
     AsyncConnectionPool,
     ConnectionPool,
     PoolClosed,
+    PoolTimeout,
     ReservoirConfig,
     retry_transaction,
 )
@@ -190,6 +192,23 @@ async def test_an_async_pool_is_not_closed_from_another_loop(module_url: str) ->
             await asyncio.to_thread(lambda: asyncio.run(pool.close()))
         async with pool.connection() as conn:
             await conn.execute("select 1")
+
+
+async def test_a_lease_client_of_another_loop_is_refused() -> None:
+    with sync.connect("memory://") as leases:
+        async with AsyncConnectionPool(connect=object, max_size=1, leases=leases) as pool:
+            await eventually_async(lambda: pool.reservoir.upkeep.last_error)
+            with pytest.raises(
+                PoolTimeout, match="was opened on another event loop than this pool: pass"
+            ):
+                await pool.getconn(timeout=0.0)
+    async with connect("memory://") as client:
+        with ConnectionPool(connect=object, max_size=1, leases=client) as threads:
+            await eventually_async(lambda: threads.reservoir.upkeep.last_error)
+            with pytest.raises(
+                PoolTimeout, match="was opened on another event loop than this pool: pass"
+            ):
+                threads.getconn(timeout=0.0)
 
 
 def test_a_connection_held_for_ever_does_not_stop_replacements() -> None:

@@ -127,6 +127,8 @@ class Leases:
         self._state = "new"
         self._supervisor: Supervisor | None = None
         self._closing: asyncio.Task[None] | None = None
+        # The loop that opened the client; its store and its leases work only there.
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     # -- open and close ------------------------------------------------------------------------
 
@@ -138,6 +140,7 @@ class Leases:
         if self._state != "new":
             raise LeaseError(f"{self!r} was opened before: create a new one with connect()")
         self._state = "open"
+        self._loop = asyncio.get_running_loop()
         try:
             await self._reach()
             await self._supervise()

@@ -122,6 +122,12 @@ class Budget:
 
     async def enter(self) -> None:
         """Register a reservoir; the first one opens the lease client."""
+        if self.leases._loop not in (None, asyncio.get_running_loop()):
+            raise LeaseError(
+                f"{self.leases!r} was opened on another event loop than this pool: pass a URL as "
+                "leases=, or a client of moored.leases.connect() to an AsyncConnectionPool, and of "
+                "moored.leases.sync.connect() to a ConnectionPool"
+            )
         async with self._opening:
             if not self._leases_given and not self._users:
                 try:
