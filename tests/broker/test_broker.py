@@ -12,10 +12,13 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from tests.broker.serving import ACME, OTHER
+from tests.leases.virtual import in_virtual_time
 
 from moored.broker import (
     Broker,
+    BrokerApp,
     BrokerOff,
+    Identity,
     LiveEvent,
     LiveStream,
     MemorySource,
@@ -28,6 +31,7 @@ from moored.broker import (
     drain_on_signals,
 )
 from moored.broker.prometheus import BrokerCollector
+from moored.testing import Sim
 
 pytestmark = pytest.mark.pure
 
@@ -234,6 +238,45 @@ async def test_drain_ends_a_stream_whose_history_cannot_be_read(history: Broken)
             await asyncio.sleep(0)
         await broker.drain(over=0)
         assert await ended is None
+
+
+@in_virtual_time
+async def test_drain_takes_no_longer_than_it_was_given(sim: Sim) -> None:
+    loop = asyncio.get_running_loop()
+    async with Broker(MemorySource()) as broker:
+        for _ in range(199):
+            broker.open(ACME)
+        began = loop.time()
+        await broker.drain(over=1.0)
+        assert loop.time() - began == pytest.approx(1.0, rel=0.05)
+
+
+async def test_index_keeps_no_channels_of_streams_that_have_ended() -> None:
+    async with Broker(MemorySource()) as broker, broker.subscribe(ACME, ["orders"]):
+        async with broker.subscribe(ACME, ["orders", "refunds"]):
+            pass
+        assert [*broker._audience._index[ACME]] == ["orders"]
+
+
+async def test_streams_one_after_the_other_share_one_timer() -> None:
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/subscribe",
+        "headers": [(b"x-api-key", b"x")],
+    }
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: object) -> None:
+        pass
+
+    async with Broker(MemorySource()) as broker:
+        app = BrokerApp(broker, lambda token: Identity(ACME))
+        for _ in range(3):
+            await app(scope, receive, send)
+        assert len(app._tasks) == 1
 
 
 async def test_limits_refuse_streams() -> None:

@@ -214,8 +214,12 @@ class Audience:
 
     def mute(self, subscriber: StreamBuffer) -> None:
         """Send no more events to a subscriber, which still counts until it is removed."""
+        channels = self._index[subscriber.tenant]
         for channel in _keys(subscriber):
-            self._index[subscriber.tenant][channel].pop(subscriber, None)
+            hearers = channels.get(channel, {})
+            hearers.pop(subscriber, None)
+            if not hearers:
+                channels.pop(channel, None)
 
     def hearers(self, tenant: str, channel: str) -> Iterator[StreamBuffer]:
         """Return the subscribers of a tenant and a channel."""

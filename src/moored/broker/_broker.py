@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
@@ -201,9 +202,10 @@ class Broker:
         self._draining = True
         left = list(self._audience)
         random.shuffle(left)
+        at_once = math.ceil(len(left) / 100)
         for number, subscriber in enumerate(left):
             subscriber.end("drained")
-            if number % max(1, len(left) // 100) == 0:
+            if number % at_once == 0:
                 await asyncio.sleep(over / 100)
 
     # -- the source ----------------------------------------------------------------------------

@@ -272,7 +272,7 @@ class BrokerApp:
             expires = loop.time() + identity.expires - self._clock.wall()
         connection = _HttpStream(stream, receive, expires, loop.time())
         self._connections[connection] = None
-        if len(self._connections) == 1:
+        if all(task.done() for task in self._tasks):
             self._tasks.start(self._tick(), name=f"{self.broker.name}-tick")
         watching = asyncio.ensure_future(_end_when_gone(receive, stream))
         try:
