@@ -35,11 +35,14 @@ from moored.rpc import (
     ConnectFailed,
     ConnectionConfig,
     ConnectionManager,
+    Handler,
     ManagerClosed,
     Member,
     Topology,
     _fork,
 )
+
+from .handlers import COUNT, new_live
 
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
 
@@ -555,6 +558,27 @@ def with_asyncio(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     return {"ends": children.ends, "longest_fork": children.longest_fork, "calls": calls}
 
 
+def waiting(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """Futures that wait for a connection: they end in a child, and continue in the parent."""
+    children, handler = Children(), Handler(address=config.address)
+    future = handler.unary_unary(ECHO).future(b"a", timeout=60.0)
+    stream = handler.unary_stream(COUNT)(b"1", timeout=60.0)
+
+    def read() -> None:
+        for each in (future.result, stream.__next__):
+            failed = error_of(each)
+            assert isinstance(failed, ConnectFailed), failed
+            assert "forked" in str(failed), failed
+        assert future.code() is grpc.StatusCode.CANCELLED
+
+    for _ in range(forks):
+        children.make(read)
+    handler._swap(new_live(f"http://{config.address}"))
+    assert future.result() == b"a"
+    handler._shut(0.0)
+    return {"ends": children.ends, "calls": 1}
+
+
 def report(children: Children, callers: Callers, **more: Any) -> dict[str, Any]:
     return {
         "ends": children.ends,
@@ -579,7 +603,7 @@ SCENARIOS: dict[str, Callable[[ConnectionConfig, int], dict[str, Any]]] = {
             recovering,
             dark,
         ),
-        *(careless, refused, streaming, pooled, moving, with_asyncio),
+        *(careless, refused, streaming, pooled, moving, with_asyncio, waiting),
     )
 }
 

@@ -152,3 +152,8 @@ def test_asyncio_manager_is_refused_in_a_child_while_its_channels_are_open(
     forks = scaled(5)
     report = run("with_asyncio", echo.uri, forks)
     assert all_well(report, 4 * forks)
+
+
+def test_futures_that_wait_for_a_connection_end_in_a_child(echo: EchoServer) -> None:
+    report = run("waiting", f"http://localhost:{echo.port}", 2)
+    assert all_well(report, 2)

@@ -179,6 +179,8 @@ class Handler(Generations, FourKinds, grpc.Channel):  # type: ignore[misc]
         """Start anew in a forked child: inherited channels are neither used nor closed."""
         super().reset()
         self._gated = False
+        for call in self._pending:
+            call.abandon()
         self._pending = []
         self._subscribers = []
         self._lock = self._changed = threading.Condition(threading.RLock())

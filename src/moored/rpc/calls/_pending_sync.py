@@ -148,6 +148,17 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
         """Fail the call."""
         self._settle(lambda: error)
 
+    def abandon(self) -> None:
+        """End the call in a forked child, without its callbacks; the parent continues it.
+
+        A thread of the parent may have held its locks at the fork, so they are replaced.
+        """
+        if not self.settled:
+            self._lock, self._over = threading.RLock(), threading.Event()
+            why = "this process was forked while the call waited for a connection"
+            self._real = CallUnsent(grpc.StatusCode.CANCELLED, f"not sent: {why}")
+            self._over.set()
+
     def _settle(self, make: Callable[[], Any]) -> bool:
         """Make the real call, or its stand-in, unless there is one; return whether it was made."""
         with self._lock:
