@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
+from tests.postgres.server import connected
 
 from moored.kernel import Tasks
 from moored.postgres import (
@@ -26,6 +27,7 @@ from moored.postgres import (
     Update,
 )
 from moored.postgres.snapshot import _reader
+from moored.postgres.snapshot._join import Sight
 
 from .orders import LIMIT, ROWS, column, copied, item_of
 
@@ -323,6 +325,52 @@ async def test_a_reset_begins_the_copy_again_or_ends_the_iteration(
         await pg.drop_consumer("c")
         async with pg.follow("orders", consumer="c") as follow:
             assert await copied(follow) == list(range(1, ROWS + 1))
+
+
+async def test_a_reset_ends_the_wait_for_a_transaction_that_the_server_has_lost(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+
+    def lost(sight: Sight, xid: int) -> bool:
+        asked.set()
+        return False
+
+    async with make() as pg, pg.follow("orders", consumer="c", where="true") as follow:
+        assert await copied(follow) == list(range(1, ROWS + 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(Sight, "sees", lost)
+            await sql.execute("insert into orders values (1000)")
+            coming = asyncio.ensure_future(item_of(follow))
+            await asyncio.wait_for(asked.wait(), LIMIT)
+            await pg._hub.drop("c", "restored from a backup")
+            assert await coming == Reset("restored from a backup", number=1)
+        assert await copied(follow) == [*range(1, ROWS + 1), 1000]
+
+
+async def test_a_reset_ends_the_wait_for_the_writers_of_a_table(
+    make: MakePostgres, sql: Sql, streamed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+    sees = Sight.sees
+
+    def watched(sight: Sight, xid: int) -> bool:
+        asked.set()
+        return sees(sight, xid)
+
+    async with make() as pg, pg.follow("orders", consumer="c") as follow:
+        assert await copied(follow) == list(range(1, ROWS + 1))
+        async with connected(streamed_url) as writer, writer.transaction():
+            await writer.execute("insert into orders values (1000)")
+            await pg._hub.drop("c", "the first")
+            assert await item_of(follow) == Reset("the first", number=1)
+            monkeypatch.setattr(Sight, "sees", watched)
+            coming = asyncio.ensure_future(item_of(follow))
+            await asyncio.wait_for(asked.wait(), LIMIT)
+            await pg._hub.drop("c", "restored from a backup")
+            while not isinstance(item := await coming, Reset):
+                coming = asyncio.ensure_future(item_of(follow))
+            assert item == Reset("restored from a backup", number=2)
 
 
 async def test_rows_enter_and_leave_the_condition(make: MakePostgres, sql: Sql) -> None:

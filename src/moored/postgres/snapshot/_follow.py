@@ -19,7 +19,7 @@ from ..decode import Row
 from ._delivery import JoinedTransaction, Rows, delivered
 from ._join import Chunk, CopyState
 from ._position import CopyPosition, CopyProgress, CopyVersion
-from ._reader import TableReader, end_task
+from ._reader import TableReader, TransactionLost, end_task
 from ._snapshot import CopyMeter
 from ._source import ColumnsChanged
 
@@ -100,6 +100,9 @@ class Follow:
         self._hub = hub
         self._saved = saved
         self._reader = reader
+        #: That of the copy: it is replaced with a reset.
+        self._attachment = changes._attachment
+        reader.was_reset = lambda: changes._attachment is not self._attachment
         self._meter = meter
         self._partial = {"where": where, "columns": columns}
         self._begins_again = begin_again
@@ -184,6 +187,8 @@ class Follow:
                     if isinstance(found, Transaction):
                         txn = found
                     item = await self._made(found)
+                except TransactionLost:
+                    continue  # the `Reset` follows
                 except ColumnsChanged as error:
                     item = Reset(str(error))
                 if isinstance(item, Reset):
@@ -336,6 +341,7 @@ class Follow:
         self._state, self._again, self._acked, self._merged = CopyState(), [], 0, 0
 
     async def _begin(self) -> None:
+        self._attachment = self._changes._attachment
         await self._reader.begin()
         self._lsn = self._acknowledged()
         await self._save()

@@ -38,7 +38,7 @@ from ._source import (
     writers,
 )
 
-__all__ = ["Pieces", "TableReader", "TableView", "end_task"]
+__all__ = ["Pieces", "TableReader", "TableView", "TransactionLost", "end_task"]
 
 log = logging.getLogger("moored.postgres")
 
@@ -72,6 +72,10 @@ Connection = psycopg.AsyncConnection[Any]
 T = TypeVar("T")
 
 _VIEW = f"SELECT pg_current_snapshot()::text, pg_current_wal_insert_lsn()::text, {MARKER}"
+
+
+class TransactionLost(PostgresError):
+    """A transaction may not exist on the server any more: the consumer was reset."""
 
 
 class TableView(NamedTuple):
@@ -122,6 +126,8 @@ class TableReader:
         self._binary = binary
         self._publication = publication
         self._followed = followed
+        #: Whether the consumer was reset: transactions to wait for may not exist any more.
+        self.was_reset: Callable[[], bool] = lambda: False
         # How many rows a chunk may have by its bytes: of very large rows, few are sampled.
         self._fitting = SAMPLE // 10
         self._table: SourceTable | None = None
@@ -142,7 +148,7 @@ class TableReader:
         start, waiting = await self.retried(self._begin)
         since = asyncio.get_running_loop().time()
         reported = False
-        while waiting:
+        while waiting and not self.was_reset():
             sight = await self.retried(self._sight)
             waiting = {xid for xid in waiting if not sight.sees(xid)}
             if not waiting:
@@ -337,7 +343,7 @@ class TableReader:
     ) -> tuple[dict[KeyValues, Row], int]:
         """Return the rows with these keys that meet `where`, after a transaction or later.
 
-        Also return the end of the WAL at that time.
+        Also return the end of the WAL at that time. Raises `TransactionLost` after a reset.
         """
 
         async def look() -> tuple[dict[KeyValues, Row], int] | None:
@@ -351,7 +357,9 @@ class TableReader:
                         found |= {table.key_of(row): row for row in rows}
                 return found, view.limit
 
-        while (found := await self.retried(look)) is None:  # noqa: ASYNC110 - the server has no event
+        while (found := await self.retried(look)) is None:
+            if self.was_reset():
+                raise TransactionLost(f"the transaction {xid} may not exist any more")
             await asyncio.sleep(WRITERS_EVERY)
         return found
 
