@@ -579,6 +579,30 @@ def waiting(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     return {"ends": children.ends, "calls": 1}
 
 
+class Client:
+    """A client object, for `client=`."""
+
+
+def unused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+    """A child drops the last client of an inherited connection, which is then closed."""
+    children, client = Children(), Client()
+
+    def use() -> None:
+        nonlocal client
+        call(channel)
+        del client
+        while manager.get_stats()["total_connections"]:
+            time.sleep(0.01)
+
+    with ConnectionManager(linger=0.2) as manager:
+        channel = manager.get_or_create(config, client=client)
+        with Callers(channel, 1) as callers:
+            for _ in range(forks):
+                children.make(use)
+        (line,) = manager.get_stats()["connections"]
+    return report(children, callers, generation=line["generation"])
+
+
 def report(children: Children, callers: Callers, **more: Any) -> dict[str, Any]:
     return {
         "ends": children.ends,
@@ -603,7 +627,7 @@ SCENARIOS: dict[str, Callable[[ConnectionConfig, int], dict[str, Any]]] = {
             recovering,
             dark,
         ),
-        *(careless, refused, streaming, pooled, moving, with_asyncio, waiting),
+        *(careless, refused, streaming, pooled, moving, with_asyncio, waiting, unused),
     )
 }
 

@@ -157,3 +157,9 @@ def test_asyncio_manager_is_refused_in_a_child_while_its_channels_are_open(
 def test_futures_that_wait_for_a_connection_end_in_a_child(echo: EchoServer) -> None:
     report = run("waiting", f"http://localhost:{echo.port}", 2)
     assert all_well(report, 2)
+
+
+def test_inherited_connection_without_clients_is_closed_in_a_child(echo: EchoServer) -> None:
+    report = run("unused", f"http://localhost:{echo.port}", 2)
+    assert all_well(report, 2)
+    assert report["generation"] == 1

@@ -157,6 +157,8 @@ class Background:
     # -- connecting ----------------------------------------------------------------------------
 
     def _start_dial(self, managed: Managed, attempt: int) -> None:
+        if self._supervising is None:
+            self._supervising = self._tasks.start(self._supervisor.start())
         key, before = managed.key, self._dials.get(managed.key)
         if isinstance(managed.strategy, TopologyMixin):
             managed.strategy.counters = managed.core.counters
@@ -383,11 +385,6 @@ class Background:
         self.carry_out(managed, event(*given, self._clock.monotonic()))
 
     # -- the end -------------------------------------------------------------------------------
-
-    def watch(self) -> None:
-        """Start the supervisor, with the first connection."""
-        if self._supervising is None:
-            self._supervising = self._tasks.start(self._supervisor.start())
 
     def sweep(self) -> None:
         """Close connections that had no client, call or waiter for `linger` seconds."""

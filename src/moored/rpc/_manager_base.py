@@ -214,7 +214,6 @@ class ManagerBase(Generic[H]):
             partial(self._carry_out, managed, [ShellAction(ShellAct.REFRESH)])
         )
         self._table.add(managed)
-        self._background.watch()
         return managed
 
     def _give_strategy(self, managed: ManagedConnection[H]) -> None:
