@@ -135,13 +135,13 @@ async def test_late_errors_of_an_application_change_nothing(
 
 
 @both
-async def test_idle_time_follows_the_injected_clock(kind: Kind, echo: EchoServer) -> None:
+async def test_age_and_idle_time_follow_the_injected_clock(kind: Kind, echo: EchoServer) -> None:
     clock = Leaping()
     async with kind(clock=clock) as side:
         began = clock.monotonic()
         channel = await side.get(config_of(echo), timeout=LIMIT)
         (managed,) = side.manager._table
-        assert began <= managed.last_used_at <= clock.monotonic()
+        assert began <= managed.created_at <= managed.last_used_at <= clock.monotonic()
         for _ in range(3):
             clock.ahead += 3600.0
             assert side.manager.get_stats()["connections"][0]["idle_time"] >= 3600.0
@@ -149,7 +149,9 @@ async def test_idle_time_follows_the_injected_clock(kind: Kind, echo: EchoServer
         assert side.manager.get_stats()["counters"]["probes_healthy"] == 3
         clock.ahead += 3600.0
         assert await side.call(channel, ECHO, b"hi") == b"hi"
-        assert side.manager.get_stats()["connections"][0]["idle_time"] < 3600.0
+        (line,) = side.manager.get_stats()["connections"]
+        assert line["idle_time"] < 3600.0
+        assert 4 * 3600.0 <= line["age"] <= clock.monotonic() - began
 
 
 @both

@@ -298,7 +298,8 @@ async def test_statistics_have_the_documented_keys(kind: Kind, echo: EchoServer)
             *("connections", "counters"),
         ]
         assert list(found["connections"][0]) == [
-            *("key", "address", "idle_time", "client_count", "dedicated", "generation", "state")
+            *("key", "address", "age", "idle_time"),
+            *("client_count", "dedicated", "generation", "state"),
         ]
         assert found["counters"] == {**asdict(Counters()), "connects": 1}
 

@@ -34,6 +34,8 @@ class ManagedConnection(Generic[H]):
     key: str
     dedicated: bool
     connect_timeout: float
+    #: When it was created, by the manager's clock, as is `last_used_at`.
+    created_at: float = 0.0
     #: The address of the current channel.
     address: str = ""
     #: The clients that were named with `client=`, held weakly.
@@ -139,6 +141,7 @@ class ManagedConnection(Generic[H]):
         return {
             "key": self.key,
             "address": self.address,
+            "age": max(0.0, now - self.created_at),
             "idle_time": max(0.0, now - self.last_used_at),
             "client_count": len(self.clients) + self.anonymous,
             "dedicated": self.dedicated,

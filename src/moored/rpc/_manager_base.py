@@ -196,6 +196,7 @@ class ManagerBase(Generic[H]):
             key=key,
             dedicated=dedicated,
             connect_timeout=limit,
+            created_at=self._clock.monotonic(),
         )
         self._give_strategy(managed)  # first: it may fail
         if handler._asleep is not None:
