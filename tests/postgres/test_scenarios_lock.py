@@ -74,6 +74,26 @@ async def test_the_second_waits_and_takes_over_when_the_first_closes(
         await second.wait_until_active(LIMIT)
 
 
+async def test_an_instance_that_loses_the_lock_in_a_rewind_leaves_the_publication_alone(
+    make: MakePostgres, sql: Sql
+) -> None:
+    queued = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
+    async with make(application_name="first") as first:
+        await first.wait_until_active(LIMIT)
+        async with make(application_name="second") as second:
+            await until(lambda: one(sql, queued))
+            first._restarter.manager._rewind_now()
+            await second.wait_until_active(LIMIT)
+            parts = first._restarter.manager._parts
+            assert not parts.is_running("publish")
+            assert not parts.is_running("watch")
+
+        async def publishes() -> bool:
+            return parts.is_running("publish")
+
+        await until(publishes)
+
+
 async def test_the_second_takes_over_when_the_first_is_killed(
     sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
 ) -> None:

@@ -122,6 +122,9 @@ class Manager:
             case Act.START_CLIENT:
                 await self._start_client()
             case Act.STOP_CLIENT:
+                # Only the instance with the lock may change the publication, or drop consumers.
+                await self._parts.stop("publish")
+                await self._parts.stop("watch")
                 await self._stop_client()
             case Act.START_POOLS:
                 await self._start_pools()

@@ -50,7 +50,7 @@ class Act(Enum):
     """A kind of action."""
 
     START_CLIENT = "start the replication client"
-    STOP_CLIENT = "stop the replication client"
+    STOP_CLIENT = "stop the replication client, and the jobs of its stream"
     START_POOLS = "start the pools"
     CHECK_INTEGRITY = "check timeline, slot and publication"
     START_STREAMING = "start streaming"
