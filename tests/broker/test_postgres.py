@@ -145,27 +145,27 @@ async def test_foreign_or_odd_cursor_is_a_reset(url: str) -> None:
                 assert isinstance(await anext(stream), StreamReset), after
 
 
-async def test_changes_of_a_table_reach_their_tenant(url: str, tmp_path: Path) -> None:
+async def test_changes_reach_their_tenant_once_the_source_has_begun(
+    url: str, tmp_path: Path
+) -> None:
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute("create table orders (id int primary key, org_id uuid, at timestamptz)")
-        async with Postgres(url, state_dir=tmp_path) as pg:
-            source = ChangeEvents(lambda: pg.changes(consumer="live", tables=["orders"]))
-            async with (
-                Broker(source, channels=["orders"]) as broker,
-                broker.subscribe(ACME) as stream,
-                asyncio.timeout(60),
-            ):
-                found = None
-                number = 0
-                while not isinstance(found, LiveEvent):
-                    for tenant in (OTHER, ACME):
-                        number += 1
-                        conn.execute("insert into orders values (%s, %s, now())", (number, tenant))
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(1):
-                            found = await anext(stream)
-    change = json.loads(found.payload)
-    assert (change["op"], change["new"]["org_id"]) == ("insert", ACME)
+        async with changes_of_orders(url, tmp_path) as broker, broker.subscribe(ACME) as stream:
+            for number, tenant in enumerate((OTHER, ACME)):
+                conn.execute("insert into orders values (%s, %s, now())", (number, tenant))
+            ((op, _, new),) = await changes(stream, 1)
+    assert isinstance(new, dict)
+    assert (op, new["id"], new["org_id"]) == ("insert", 1, ACME)
+
+
+@asynccontextmanager
+async def changes_of_orders(url: str, state_dir: Path) -> AsyncIterator[Broker]:
+    """A broker on the changes of a table, which has begun."""
+    async with Postgres(url, state_dir=state_dir) as pg:
+        source = ChangeEvents(pg, "live", ["orders"])
+        async with Broker(source, channels=["orders"]) as broker, asyncio.timeout(60):
+            await broker._begun.wait()
+            yield broker
 
 
 async def test_a_row_that_changes_its_tenant_shows_each_tenant_its_own_row_only(
@@ -174,25 +174,21 @@ async def test_a_row_that_changes_its_tenant_shows_each_tenant_its_own_row_only(
     with psycopg.connect(url, autocommit=True) as conn:
         conn.execute("create table orders (id int primary key, org_id uuid)")
         conn.execute("alter table orders replica identity full")
-        async with Postgres(url, state_dir=tmp_path) as pg:
-            source = ChangeEvents(lambda: pg.changes(consumer="live", tables=["orders"]))
-            async with (
-                Broker(source, channels=["orders"]) as broker,
-                broker.subscribe(ACME) as old,
-                broker.subscribe(OTHER) as new,
-                asyncio.timeout(60),
-            ):
-                await pg.wait_until_published("orders")
-                conn.execute("insert into orders values (1, %s)", (ACME,))
-                conn.execute("update orders set org_id = %s", (OTHER,))
-                acme, other = {"id": 1, "org_id": ACME}, {"id": 1, "org_id": OTHER}
-                assert await changes(old, 2) == [("insert", None, acme), ("delete", acme, None)]
-                assert await changes(new, 1) == [("insert", None, other)]
-                conn.execute("truncate orders")
-                for stream in (old, new):
-                    reset = await anext(stream)
-                    assert isinstance(reset, StreamReset)
-                    assert reset.reason == "the table orders was truncated"
+        async with (
+            changes_of_orders(url, tmp_path) as broker,
+            broker.subscribe(ACME) as old,
+            broker.subscribe(OTHER) as new,
+        ):
+            conn.execute("insert into orders values (1, %s)", (ACME,))
+            conn.execute("update orders set org_id = %s", (OTHER,))
+            acme, other = {"id": 1, "org_id": ACME}, {"id": 1, "org_id": OTHER}
+            assert await changes(old, 2) == [("insert", None, acme), ("delete", acme, None)]
+            assert await changes(new, 1) == [("insert", None, other)]
+            conn.execute("truncate orders")
+            for stream in (old, new):
+                reset = await anext(stream)
+                assert isinstance(reset, StreamReset)
+                assert reset.reason == "the table orders was truncated"
 
 
 async def changes(stream: LiveStream, count: int) -> list[tuple[str, object, object]]:

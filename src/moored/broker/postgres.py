@@ -15,7 +15,7 @@ gets a reset.
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -48,6 +48,16 @@ class ListenerLike(Protocol):
     """What is used of a `moored.postgres.Listener`."""
 
     def subscribe(self, *channels: str) -> AbstractAsyncContextManager[AsyncIterator[Any]]: ...
+
+
+class PostgresLike(Protocol):
+    """What is used of a `moored.postgres.Postgres`."""
+
+    def changes(
+        self, consumer: str, *, tables: tuple[str, ...]
+    ) -> AbstractAsyncContextManager[AsyncIterator[Any]]: ...
+
+    async def wait_until_published(self, *tables: str) -> None: ...
 
 
 class OutboxEvents:
@@ -127,35 +137,48 @@ class ChangeEvents:
 
     A `delete` has a tenant only if the replica identity of the table includes the tenant column.
 
-    :param changes: returns the change stream, for example
-        `lambda: pg.changes(consumer="live", tables=["orders"])`.
+    :param consumer: the name under which acknowledgements are stored.
+    :param tables: the tables to follow, as of `Postgres.changes`.
     :param tenant_column: the column of the tables that names the tenant.
     """
 
     def __init__(
-        self, changes: Callable[[], AsyncIterator[Any]], *, tenant_column: str = "org_id"
+        self,
+        pg: PostgresLike,
+        consumer: str,
+        tables: Sequence[str],
+        *,
+        tenant_column: str = "org_id",
     ) -> None:
-        self._changes = changes
+        self._pg = pg
+        self._consumer = consumer
+        self._tables = tuple(tables)
         self._tenant_column = tenant_column
 
     async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
         """Yield the changes in the order of the commits."""
-        yield SourceGap("the source has begun")
-        async for transaction in self._changes():
-            if not hasattr(transaction, "ack"):
-                yield SourceGap(transaction.reason)
-                continue
-            for change in transaction:
-                if change.kind == "truncate":
-                    yield SourceGap(f"the table {change.table} was truncated")
+        async with self._pg.changes(self._consumer, tables=self._tables) as transactions:
+            # Earlier changes are not received.
+            await self._pg.wait_until_published(*self._tables)
+            yield SourceGap("the source has begun")
+            async for transaction in transactions:
+                if not hasattr(transaction, "ack"):
+                    yield SourceGap(transaction.reason)
                     continue
-                old, new, column = change.old, change.new, self._tenant_column
-                if old and new and old.get(column) != new.get(column):
-                    yield self._event("delete", change.table, old, None)
-                    yield self._event("insert", change.table, None, new)
-                else:
-                    yield self._event(change.kind, change.table, old, new)
-            await transaction.ack()
+                for change in transaction:
+                    for item in self._items(change):
+                        yield item
+                await transaction.ack()
+
+    def _items(self, change: Any) -> Iterator[SourceEvent | SourceGap]:
+        old, new, column = change.old, change.new, self._tenant_column
+        if change.kind == "truncate":
+            yield SourceGap(f"the table {change.table} was truncated")
+        elif old and new and old.get(column) != new.get(column):
+            yield self._event("delete", change.table, old, None)
+            yield self._event("insert", change.table, None, new)
+        else:
+            yield self._event(change.kind, change.table, old, new)
 
     def _event(self, op: str, table: str, old: Any, new: Any) -> SourceEvent:
         body = {"op": op, "table": table, "old": old and dict(old), "new": new and dict(new)}
