@@ -19,12 +19,14 @@ from typing import Any
 import grpc  # type: ignore[import-untyped]
 import pytest
 
+from moored.kernel import LoopThread
 from moored.rpc import (
     AsyncRegularStrategy,
     ConfigError,
     ConnectFailed,
     ConnectionConfig,
     ConnectionManager,
+    ManagedConnection,
     ManagerClosed,
     RegularStrategy,
 )
@@ -55,6 +57,27 @@ async def test_sleeping_channel_is_handed_out_again(kind: Kind, echo: EchoServer
         assert await side.get(config_of(echo), timeout=LIMIT) is mine
         assert side.manager.get_stats()["connections"][0]["client_count"] == 1
         assert mine.generation == 2
+
+
+def test_channel_that_falls_asleep_during_its_checkout_can_be_called(
+    echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config_of(echo), timeout=LIMIT)
+
+        async def sweep(managed: ManagedConnection[Any]) -> None:
+            assert manager._table.detach(managed)
+            manager._background.close(managed, "no client uses it")
+
+        def hand_out(managed: ManagedConnection[Any], *_: object) -> bool:
+            LoopThread.shared().run(sweep(managed), LIMIT)  # between the check and the return
+            return True
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ManagedConnection, "hand_out", hand_out)
+            found = manager.get_or_create(config_of(echo), timeout=LIMIT)
+        assert found is channel
+        assert found.unary_unary(ECHO)(b"hi", timeout=LIMIT) == b"hi"
 
 
 @both

@@ -102,8 +102,10 @@ class ConnectionManager(ManagerBase[Handler]):
         if not dedicated:
             # The common case first: a connection that exists and was used recently.
             found: Managed | None = self._table.entries.get(config.key)
-            if found is not None and found.hand_out(client, self._clock.monotonic()):
-                return found.handler
+            if found is not None:
+                handler = found.handler  # first: the sweeper gives `found` another one to close
+                if found.hand_out(client, self._clock.monotonic()):
+                    return handler
         if client is not None:
             refuse_unreferable(client)
         if sys.is_finalizing():
