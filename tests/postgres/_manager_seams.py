@@ -57,14 +57,14 @@ def _cut(connection: Connection) -> None:
     connection.session.server.hang_up(connection.session)
 
 
-async def _to_thread(function: Callable[..., T], *args: Any, **options: Any) -> T:
+async def _in_thread(call: Callable[[], T], *, name: str) -> T:
     """A thread that continues after its waiter was cancelled."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def work() -> None:
         try:
-            result = function(*args, **options)
+            result = call()
         except BaseException as error:
             if not done.done():
                 done.set_exception(error)
@@ -185,7 +185,7 @@ def seams() -> Iterator[None]:
             (_stack, "Machine", WatchedMachine),
             (_restarter, "Manager", WatchedManager),
             (_connect, "cut", _cut),
-            (asyncio, "to_thread", _to_thread),
+            (_store, "in_thread", _in_thread),
         ):
             stack.enter_context(mock.patch.object(owner, name, stand_in))
         yield

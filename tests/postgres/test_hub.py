@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import struct
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -469,6 +471,20 @@ async def test_positions_are_stored_before_they_are_confirmed(hub: Hub) -> None:
     await dropping
     assert hub.flushed() == 1100
     assert changes.name == "slow"
+
+
+async def test_positions_are_stored_while_the_threads_of_the_event_loop_are_busy(
+    hub: Hub,
+) -> None:
+    loop, release = asyncio.get_running_loop(), threading.Event()
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    busy = loop.run_in_executor(None, release.wait)
+    try:
+        await asyncio.wait_for(hub.checkpoint(1000), LIMIT)
+    finally:
+        release.set()
+        await busy
+    assert hub._store.confirmed() == 1000
 
 
 async def test_only_acknowledgements_count_as_use(hub: Hub) -> None:

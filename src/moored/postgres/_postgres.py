@@ -30,7 +30,7 @@ from moored.reservoir import PoolClosed
 from ._errors import ConfigurationError, PostgresError
 from ._position import Position
 from ._settings import Settings, default_state_dir
-from .consume import Changes, mistakes
+from .consume import Changes, mistakes, stored
 from .listen import Listener
 from .manage import Restarter, Role, Stack
 from .outbox import Outbox
@@ -250,7 +250,7 @@ class Postgres:
             if self.listener is not None:
                 self.listener.end()
             self._stack.events.end()
-            await asyncio.to_thread(self._stack.store.close)
+            await stored(self._stack.store.close)
 
     async def drop(self) -> None:
         """Close, and drop the replication slot and the publication at the server.
@@ -472,7 +472,7 @@ class Postgres:
     async def drop_consumer(self, name: str) -> None:
         """Remove a consumer: the server no longer retains WAL for it."""
         self._check_open()
-        await asyncio.to_thread(self._saved_copies.drop, name)
+        await stored(self._saved_copies.drop, name)
         await self._hub.drop(name)
 
     async def sleep(self) -> None:

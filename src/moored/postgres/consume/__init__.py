@@ -4,7 +4,7 @@ from ._consumer import Changes, Reset, Transaction
 from ._hub import Hub
 from ._integrity import Integrity
 from ._publisher import Publisher
-from ._store import StateStore
+from ._store import StateStore, stored
 from ._tables import mistakes
 
 __all__ = [
@@ -16,4 +16,5 @@ __all__ = [
     "StateStore",
     "Transaction",
     "mistakes",
+    "stored",
 ]

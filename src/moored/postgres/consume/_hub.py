@@ -7,7 +7,6 @@ sends them again.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import weakref
@@ -28,7 +27,7 @@ from ._consumer import Attachment, Changes, Reset, Transaction
 from ._continuity import NO_COMMIT, CommitMark, Continuity
 from ._progress import Progress
 from ._published import Published
-from ._store import Saved, StateStore
+from ._store import Saved, StateStore, stored
 from ._tables import Followed, Table, dump, load
 
 __all__ = ["Hub"]
@@ -283,7 +282,7 @@ class Hub:
             if (changes := self._attached.get(name)) is not None:
                 changes._end(PostgresError(f"the consumer {name!r} was dropped while attached"))
                 self.detach(changes)
-            await asyncio.to_thread(self._store.drop, name)
+            await stored(self._store.drop, name)
             self.on_tables()
         else:
             await self._reset_one(name, reason)
@@ -296,7 +295,7 @@ class Hub:
 
     async def _reset_one(self, name: str, reason: str, at: int = 0) -> None:
         # Store it first: after a crash, a confirmed position must not be unknown here.
-        reset = await asyncio.to_thread(self._store.reset, reason, name)
+        reset = await stored(self._store.reset, reason, name)
         if (known := self._known.get(name)) is None:
             return  # it was dropped meanwhile
         # Transactions were received meanwhile: discard queued and outstanding ones in one step.
@@ -319,7 +318,7 @@ class Hub:
 
     async def reset_handled(self, changes: Changes, reset: Reset) -> None:
         """Record that a consumer has handled a reset, unless there is another one by now."""
-        await asyncio.to_thread(self._store.reset_handled, changes.name, reset.number)
+        await stored(self._store.reset_handled, changes.name, reset.number)
         known = self._known.get(changes.name)
         if known is not None and known.reset is reset:
             known.reset = None
@@ -442,7 +441,7 @@ class Hub:
         now = {name: progress.acknowledged for name, progress in known.items()}
         delivered = {name: progress.delivered for name, progress in known.items()}
         times_reset, confirmed = self._times_reset, Lsn(min(end, LAST))
-        await asyncio.to_thread(
+        await stored(
             self._store.save, confirmed, now, delivered, last=self._last, times_reset=times_reset
         )
         if self._store.resets().times != times_reset:
@@ -451,7 +450,7 @@ class Hub:
 
     async def reset(self, reason: str) -> None:
         """Reset all consumers: the server's history is not the known one."""
-        reset = await asyncio.to_thread(self._store.reset, reason)
+        reset = await stored(self._store.reset, reason)
         self._times_reset = self._store.resets().times
         self.seen = None
         self._applied = 0
@@ -541,11 +540,11 @@ class Hub:
     ) -> None:
         """Store which entries of the publication were added here."""
         now = (self._store.added() | set(added)) - set(removed)
-        await asyncio.to_thread(self._store.set_added, now)
+        await stored(self._store.set_added, now)
 
     async def keep_followed(self, followed: dict[str, str]) -> None:
         """Store which tables consumers follow, with one write for all consumers."""
-        await asyncio.to_thread(self._store.follow, followed)
+        await stored(self._store.follow, followed)
 
     def _confirm(self, changes: Changes, at: int = 0) -> None:
         known = self._known[changes.name]

@@ -7,7 +7,6 @@ history stored: after a crash in between, the old one is found again, and the re
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from .._lsn import Lsn
 from .._position import History
 from ..server import Findings
 from ..stream import LogCollector
-from ._store import StateStore
+from ._store import StateStore, stored
 
 __all__ = ["Integrity"]
 
@@ -44,7 +43,7 @@ class Integrity:
             await self.hub.reset(reason)
         self.hub.check_starts(history, found)
         if reason is not None or known != history or self.store.confirmed() is None:
-            await asyncio.to_thread(self.store.set_history, history, found.confirmed)
+            await stored(self.store.set_history, history, found.confirmed)
 
     def difference(self, known: History | None, now: History, found: Findings) -> str | None:
         """Return why the stored state belongs to another history; None if it does not."""
@@ -80,4 +79,4 @@ class Integrity:
         copy of the tables finds all later changes in the stream.
         """
         self.emit("warning", reason)
-        await asyncio.to_thread(self.store.give_up, reason)
+        await stored(self.store.give_up, reason)

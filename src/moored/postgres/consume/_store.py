@@ -5,15 +5,19 @@ Every method is one transaction, and durable when it returns.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sqlite3
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, ParamSpec, TypeVar
+
+from moored.kernel import in_thread
 
 from .._errors import ConfigurationError, StateError
 from .._lsn import Lsn
@@ -21,7 +25,10 @@ from .._position import History
 from ._consumer import Reset
 from ._continuity import NO_COMMIT, CommitMark
 
-__all__ = ["Resets", "Saved", "StateStore"]
+__all__ = ["Resets", "Saved", "StateStore", "stored"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 #: How many seconds to wait for another process that reads or writes the file.
 PATIENCE = 5.0
@@ -41,6 +48,15 @@ create table if not exists followed (  -- the tables that a consumer follows, as
     consumer text primary key, tables text not null
 ) without rowid;
 """
+
+
+def stored(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> asyncio.Future[T]:
+    """Run a method of the store in a thread of its own.
+
+    The event loop's executor will not do: blocking calls of the application may occupy all of its
+    threads, and the stream would end.
+    """
+    return in_thread(partial(call, *args, **options), name="moored state file")
 
 
 class Saved(NamedTuple):

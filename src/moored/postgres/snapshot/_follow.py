@@ -14,7 +14,7 @@ from moored.kernel import start_task
 from .._errors import PostgresError
 from .._lsn import Lsn
 from .._position import Position
-from ..consume import Changes, Hub, Reset, StateStore, Transaction
+from ..consume import Changes, Hub, Reset, StateStore, Transaction, stored
 from ..decode import Row
 from ._delivery import JoinedTransaction, Rows, delivered
 from ._join import Chunk, CopyState
@@ -379,7 +379,7 @@ class Follow:
             self._unsaved = False
             state = CopyState((*self._state.chunks, *self._again))
             version, acked = self._reader.table.version, self._acked - self._merged
-            await asyncio.to_thread(self._saved.save, self.name, version, acked, state)
+            await stored(self._saved.save, self.name, version, acked, state)
 
     # -- tasks -----------------------------------------------------------------------------------
 
