@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
@@ -21,7 +21,7 @@ from tests.servers import empty_database, require_server
 from moored.broker import Broker, LiveEvent, LiveStream, StreamReset
 from moored.broker.redis import RedisEvents
 from moored.embedded import SyncEmbeddedPostgres
-from moored.postgres import Outbox
+from moored.postgres.outbox import Outbox, OutboxBatch
 from moored.testing import scaled
 
 CHANNELS = ["orders"]
@@ -152,6 +152,40 @@ async def test_clients_get_every_event_of_a_copied_outbox_once(
                     await asyncio.sleep(0.05)
             await asyncio.sleep(0.5)
             await roam(partial(node, server.url), write, scaled(500, least=10), replace_copier)
+
+
+class Tailed(Outbox):
+    """An outbox that reports when a batch was handled."""
+
+    handled: asyncio.Event
+
+    async def tail(
+        self, after: str | None = None, *, channels: Sequence[str] = ()
+    ) -> AsyncIterator[OutboxBatch]:
+        async for batch in super().tail(after, channels=channels):
+            yield batch
+            self.handled.set()
+
+
+async def test_copier_continues_after_one_that_had_nothing_to_copy(
+    publisher: RedisEvents, server: RedisServer, postgres: SyncEmbeddedPostgres
+) -> None:
+    server.run("flushall")
+    with empty_database(postgres) as url:
+        async with (
+            asyncio.timeout(60),
+            Tailed(url, install=True) as outbox,
+            await psycopg.AsyncConnection.connect(url, autocommit=True) as conn,
+        ):
+            for text in ("1", "2"):
+                outbox.handled = asyncio.Event()
+                copying = asyncio.ensure_future(publisher.copy(outbox))
+                await outbox.handled.wait()
+                copying.cancel()
+                await asyncio.wait({copying})
+                await outbox.publish(conn, "orders", text)
+    entries = await publisher._client.xrange("moored:events")
+    assert [fields["payload"] for _, fields in entries] == ["1"]
 
 
 async def test_event_without_a_tenant_of_its_own_is_replayed_to_the_tenant_in_its_payload(

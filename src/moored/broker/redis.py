@@ -69,20 +69,20 @@ class RedisEvents:
         """Copy the events of an outbox into the stream, without end.
 
         Run it in one process at a time, for example under an exclusive lease; the next one goes on
-        where the last one ended. An entry has the order of the outbox as its id, so copying an
-        event twice has no effect. If the outbox is reset, the stream is emptied.
+        where the last one ended, at the cursor in the key `<key>:cursor`. An entry has the order of
+        the outbox as its id, so copying an event twice has no effect. If the outbox is reset, the
+        stream is emptied.
         """
-        newest = await self._run(self._client.xrevrange(self._key, count=1))
-        cursor = newest[0][1].get("cursor") if newest else None
-        async for batch in outbox.tail(cursor):
+        cursor = f"{self._key}:cursor"
+        async for batch in outbox.tail(await self._run(self._client.get(cursor))):
             if batch.reset is not None:
                 await self._run(self._client.delete(self._key))
             for event in batch.events:
                 fields = {"channel": event.channel, "payload": event.payload}
                 if event.tenant is not None:
                     fields["tenant"] = event.tenant
-                fields["cursor"] = event.cursor
                 await self._copy(_text(outbox.place(event.cursor)), fields)
+            await self._run(self._client.set(cursor, batch.cursor))
 
     async def _copy(self, id: str, fields: dict[str, str]) -> None:
         try:
