@@ -70,14 +70,15 @@ def test_a_clock_that_is_set_back_only_empties_the_limit() -> None:
 
 def test_the_cache_spends_tokens_that_expire_first_and_drops_stale_ones() -> None:
     cache = TokenCache()
-    cache.put(2, until=10.0)
-    cache.put(3, until=20.0)
-    cache.put(0, until=30.0)
+    cache.put(2, until=20.0, every=2.0)
+    cache.put(3, until=10.0, every=1.0)
+    cache.put(0, until=30.0, every=1.0)
     assert cache.spend(1)
     assert not cache.spend(5)
     assert cache.count == 4
-    assert cache.drop_stale(10.0) == 1
-    assert cache.spend(3)
+    assert cache.drop_stale(11.0) == 1
+    assert cache.drop_stale(20.0) == 2
+    assert cache.spend(1)
     assert not cache.spend(1)
 
 
@@ -145,25 +146,48 @@ async def test_tokens_older_than_hold_are_not_used(sim: Sim) -> None:
         limit = leases.rate_limit("connects", rate=10.0, burst=10, batch=5)
         assert limit.hold == 0.5
         assert await limit.take() == 0.0
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.65)
+        assert await limit.take() == 0.0
+        assert store.calls["take"] == 1
+        assert leases.statistics().tokens_stale == 1
+        await asyncio.sleep(0.3)
         assert await limit.take() == 0.0
         assert store.calls["take"] == 2
-        assert leases.statistics().tokens_stale == 4
+        assert leases.statistics().tokens_stale == 3
 
 
 @in_virtual_time
-async def test_tokens_that_arrive_after_hold_are_not_used(sim: Sim) -> None:
+async def test_tokens_that_arrive_after_their_expiry_are_not_used(sim: Sim) -> None:
     store = ScriptedStore()
     async with client(store) as leases:
         limit = leases.rate_limit("connects", rate=10.0, burst=10)
-        store.takes = 0.6
-        wait = await limit.take()
-        assert wait > 0
+        store.takes = 0.95
+        assert await limit.take() > 0
         assert leases.statistics().tokens == 0
         assert leases.statistics().tokens_stale >= 1
+        assert limit._too_slow.endswith("configure a burst of at least 11")
         store.takes = 0.0
         await asyncio.sleep(1.0)
         assert await limit.take() == 0.0
+        assert limit._too_slow == ""
+
+
+@in_virtual_time
+async def test_a_store_that_is_slower_than_hold_grants_tokens_within_the_limit(sim: Sim) -> None:
+    store = ScriptedStore()
+    uses: list[float] = []
+
+    async def use(leases: Leases) -> None:
+        limit = leases.rate_limit("connects", rate=100.0, burst=5)
+        assert limit.hold < store.takes
+        for _ in range(20):
+            await limit.wait()
+            uses.append(sim.now)
+
+    store.takes = 0.03
+    async with client(store) as one, client(store) as other, asyncio.timeout(60.0):
+        await asyncio.gather(use(one), use(other), use(one))
+    assert most_over(uses, rate=100.0, burst=5) <= 1e-6
 
 
 @in_virtual_time

@@ -182,6 +182,22 @@ def test_a_failed_connect_whose_lease_cannot_be_released_is_repeated(error: Exce
     scenario()
 
 
+@in_virtual_time
+async def test_a_rate_limit_timeout_names_a_store_that_is_too_slow_for_the_burst(sim: Sim) -> None:
+    journal = Journal()
+    config = ReservoirConfig(max_size=3, rate=100.0, burst=5)
+    async with journal.leases() as leases:
+        journal.takes = 0.03  # longer than `hold`, which is 20 ms
+        async with reservoir(Server(journal), config, leases=leases) as water:
+            await wait_until(lambda: water.statistics().size == 3)
+            journal.takes = 0.11
+            water.discard(water.try_checkout())
+            await wait_until(lambda: water.upkeep.last_error)
+            error = str(water.upkeep.last_error)
+            assert "the store took 0.110 s to answer" in error
+            assert error.endswith(("burst of at least 12", "burst of at least 13"))
+
+
 STAGES = {"lease": 0.5, "rate": 1.5, "token": 2.5, "connect": 3.5, "configure": 4.5}
 
 

@@ -249,8 +249,8 @@ class Leases:
         :param rate: tokens per second.
         :param burst: tokens that may be used at once; default: those of one second.
         :param batch: tokens to fetch in one call, to save calls to the store.
-        :param hold: seconds for which a token may be used after it was requested. They cost
-            hold·rate tokens of the burst; default: half of the burst.
+        :param hold: seconds for which a token may be used after it was requested; of several, each
+            further one 1/rate longer. They cost hold·rate tokens of the burst; default: half of it.
         :param local_rate: the rate within this process in an outage; default: `rate`.
         """
         return RateLimit(

@@ -1,10 +1,13 @@
 """A rate limit that many processes share, as one process uses it.
 
 The store grants tokens by its own clock, and a token is used later: the response takes time, and a
-batch is used bit by bit. So tokens that were granted evenly may be used together. Therefore a token
-expires `hold` seconds after it was requested, and the store is given a burst that is smaller by
-rate·hold: tokens that are used in a window of w seconds were granted within w + hold seconds, so
-they are at most rate·(w + hold) + (burst - rate·hold) = rate·w + burst.
+batch is used bit by bit. So tokens that were granted evenly may be used together. Therefore the
+first token of a call expires `hold` seconds after the call, each further one 1/rate later, and the
+store is given a burst that is smaller by rate·hold.
+
+Take the tokens that are used in a window of w seconds. If the first of them was granted d seconds
+before the window, at most rate·(w + d) + (burst - rate·hold) were granted since then, and those of
+its call that have expired, at least rate·(d - hold), were not used: so at most rate·w + burst were.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
+from bisect import bisect_right
 
 from moored.kernel import SingleFlight, duration, refuse, unmet
 
@@ -36,36 +39,30 @@ class TokenCache:
     """Tokens that were fetched and not yet used, with their expiry times."""
 
     def __init__(self) -> None:
-        self._tokens: deque[tuple[float, int]] = deque()
+        self._expiries: list[float] = []
 
-    def put(self, tokens: int, until: float) -> None:
-        """Add tokens that expire at `until`."""
-        if tokens:
-            self._tokens.append((until, tokens))
+    def put(self, tokens: int, until: float, every: float) -> None:
+        """Add tokens: the first one expires at `until`, each further one `every` seconds later."""
+        expiries = [until + number * every for number in range(tokens)]
+        self._expiries = sorted(self._expiries + expiries)
 
     def drop_stale(self, now: float) -> int:
         """Remove expired tokens; returns how many."""
-        before = self.count
-        self._tokens = deque((until, n) for until, n in self._tokens if until > now)
-        return before - self.count
+        stale = bisect_right(self._expiries, now)
+        del self._expiries[:stale]
+        return stale
 
     def spend(self, tokens: int) -> bool:
         """Use tokens, those first that expire first; False, using none, if there are too few."""
         if tokens > self.count:
             return False
-        while tokens:
-            until, available = self._tokens.popleft()
-            used = min(tokens, available)
-            tokens -= used
-            if available > used:
-                self._tokens.appendleft((until, available - used))
+        del self._expiries[:tokens]
         return True
 
     @property
     def count(self) -> int:
         """How many tokens there are, expired ones included."""
-        # Copied first: `left` and repr() may be called from another thread.
-        return sum(tokens for _, tokens in tuple(self._tokens))
+        return len(self._expiries)
 
 
 class RateLimit:
@@ -101,7 +98,7 @@ class RateLimit:
         self.rate = rate
         self.burst = burst
         self.batch = batch
-        #: Seconds for which a token can be used after it was requested.
+        #: Seconds for which the first token of a call can be used after it was requested.
         self.hold = min(LONGEST_HOLD, max(1, burst // 2) / rate) if hold is None else hold
         #: The burst that the store applies: `burst`, less rate·hold.
         self.store_burst = burst - math.ceil(self.hold * rate - 1e-9)
@@ -119,6 +116,8 @@ class RateLimit:
         self._next_at = -math.inf
         self._flight = SingleFlight()
         self._turn = asyncio.Lock()
+        # How long the last call took, and how many of its tokens had expired by then.
+        self._took, self._late = 0.0, 0
         self._warned = False
 
     async def take(self, n: int = 1) -> float:
@@ -189,7 +188,7 @@ class RateLimit:
 
     async def _fetch(self) -> None:
         # One call at a time fetches for all waiters of this process.
-        tokens = max(self.batch, self._wanted - self._cache.count)
+        tokens = max(self.batch, self._wanted - self._cache.count) + self._late
         tokens = min(tokens, self.store_burst)
         sent_at = self._clock.monotonic()
         taken = await self._calls.do(
@@ -198,22 +197,24 @@ class RateLimit:
                 self.key, rate=self.rate, burst=self.store_burst, tokens=tokens
             ),
         )
-        self._cache.put(taken.granted, sent_at + self.hold)
+        self._took = self._clock.monotonic() - sent_at
+        self._late = max(0, math.floor((self._took - self.hold) * self.rate) + 1)
+        self._cache.put(taken.granted, sent_at + self.hold, 1 / self.rate)
         # The store has no token before this time, so it is not called before.
-        self._next_at = sent_at + taken.wait if taken.wait else -math.inf
-        self._warn_if_slow(self._clock.monotonic() - sent_at)
+        wait = taken.wait + self._late / self.rate
+        self._next_at = sent_at + wait if taken.wait else -math.inf
+        if self._too_slow and not self._warned:
+            self._warned = True
+            log.warning("rate limit %r: %s", self.key, self._too_slow)
 
-    def _warn_if_slow(self, took: float) -> None:
-        if took < self.hold or self._warned:
-            return
-        self._warned = True
-        log.warning(
-            "rate limit %r: the store took %.3f s to answer, and a token expires after %.3f s, so "
-            "the tokens were lost; configure a burst above %d, or a longer hold",
-            self.key,
-            took,
-            self.hold,
-            self.burst,
+    @property
+    def _too_slow(self) -> str:
+        """Why no token of the last call to the store could be used; empty if one could."""
+        if self._late < self.store_burst:
+            return ""
+        return (
+            f"the store took {self._took:.3f} s to answer, and all its tokens had expired: "
+            f"configure a burst of at least {math.floor(self._took * self.rate) + 2}"
         )
 
     def _take_locally(self, n: int) -> float:

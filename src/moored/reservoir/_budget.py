@@ -180,7 +180,10 @@ class Budget:
             async with asyncio.timeout(RATE_PATIENCE):
                 await self.rate.wait()
         except TimeoutError:
+            why = self.rate._too_slow or (
+                f"more than {self.config.rate:g} connections per second are wanted in the cluster"
+            )
             raise RateTimeout(
                 f"the rate limit allowed no connect to {self.endpoint} within {RATE_PATIENCE:g} s: "
-                f"more than {self.config.rate:g} connections per second are wanted in the cluster"
+                f"{why}"
             ) from None
