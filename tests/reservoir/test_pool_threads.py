@@ -198,6 +198,31 @@ def test_ctrl_c_in_close_does_not_stop_it_and_the_next_close_waits_for_it() -> N
     assert pool.reservoir.upkeep._stopped
 
 
+def test_a_checkout_that_the_garbage_collector_ends_while_the_lock_is_held_is_returned(
+    module_url: str,
+) -> None:
+    pool: Pool = ConnectionPool(module_url, max_size=2)
+
+    def rows() -> Iterator[None]:
+        with pool.connection() as conn:
+            conn.execute("select 1")
+            yield
+
+    def collect() -> None:
+        """Abandon two checkouts, as if the collector ran in the pool's own code."""
+        generator, conn = rows(), pool.getconn()
+        next(generator)
+        with pool.reservoir.lock:
+            del generator
+            pool.putconn(conn)
+
+    pool.wait()
+    Caller(collect).outcome()
+    eventually(lambda: pool.statistics().size == 2)
+    assert pool.statistics().refills == 2
+    pool.close()
+
+
 def test_ctrl_c_in_a_block_rolls_back(pool: Pool, observer: psycopg.Connection[Any]) -> None:
     observer.execute("create table if not exists interrupted (n int)")
 

@@ -10,7 +10,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from moored.kernel import LoopThread
+from moored.kernel import LoopThread, run_callback
 
 from ._core import Waiter
 from ._driver import PING_TIMEOUT
@@ -25,6 +25,10 @@ __all__ = ["ConnectionPool"]
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+#: How long to wait for a lock that others hold for microseconds, before concluding that this thread
+#: holds it (the garbage collector may run while it does).
+PATIENCE = 0.2
 
 
 class _ThreadWaiter(Waiter[C]):
@@ -128,7 +132,8 @@ class ConnectionPool(Pool[C]):
 
     def putconn(self, conn: C) -> None:
         """Return a connection of `getconn()`; an open transaction is rolled back with a warning."""
-        run_sync(self._returns.release(self._item_of(conn)))
+        if not self._postponed(ConnectionPool.putconn, self, conn):
+            run_sync(self._returns.release(self._item_of(conn)))
 
     def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Change the number of connections to keep, and the maximum."""
@@ -175,8 +180,19 @@ class ConnectionPool(Pool[C]):
 
     def _finish(self, item: Item[C], error: BaseException | None) -> None:
         """End a block: commit, or roll back after an error, and return the connection."""
-        if self._owns(item):
+        if self._owns(item) and not self._postponed(self._finish, item, error):
             run_sync(self._returns.settle(item, error))
+
+    def _postponed(self, call: Callable[..., None], *args: Any) -> bool:
+        """Whether this thread holds the lock; if so, make this call in another thread instead.
+
+        The garbage collector may end a checkout in the middle of the pool's own code.
+        """
+        if self._lock.acquire(False) or self._lock.acquire(timeout=PATIENCE):
+            self._lock.release()
+            return False
+        LoopThread.shared().spawn(run_callback(call, *args), name=f"{self.name}-return")
+        return True
 
 
 class _Checkout(Generic[C]):

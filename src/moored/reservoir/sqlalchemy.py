@@ -56,7 +56,7 @@ from ._errors import PoolClosed, PoolTimeout, ServerUnreachable
 from ._item import Item, Place
 from ._pool import Pool
 from ._pool_async import AsyncConnectionPool
-from ._pool_threads import ConnectionPool
+from ._pool_threads import PATIENCE, ConnectionPool
 from ._sqlalchemy_pool import ReservoirPool
 from ._tokens import Provider, Tokens
 
@@ -67,9 +67,6 @@ __all__ = ["EngineTimeout", "create_async_engine", "create_engine", "reservoir_o
 
 P = TypeVar("P", bound=Pool[Any])
 
-#: How long to wait for a lock that others hold for microseconds, before concluding that this thread
-#: holds it (the garbage collector may run while it does).
-PATIENCE = 0.2
 #: SQLAlchemy's own defaults.
 POOL_SIZE, MAX_OVERFLOW, POOL_TIMEOUT = 5, 10, 30.0
 #: The parameters of an engine that are for the reservoir.
