@@ -39,7 +39,9 @@ def kept(directory: Path, stream_id: str = "default") -> tuple[History | None, d
     """The history that is written down, and what waits for each consumer."""
     store = StateStore(directory / f"{stream_id}.db")
     try:
-        return store.history(), {name: it.reset for name, it in store.consumers().items()}
+        return store.history(), {
+            name: it.reset and it.reset.reason for name, it in store.consumers().items()
+        }
     finally:
         store.close()
 
