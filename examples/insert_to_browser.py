@@ -34,8 +34,7 @@ def application(url: str) -> FastAPI:
     """The whole server: `GET /live/v1/subscribe` streams the changes of the table."""
     listener = Listener(url)
     outbox = Outbox(url, listener=listener)
-    events = OutboxEvents(outbox)
-    broker = Broker(events, replay=events, channels=["orders"])
+    broker = Broker(OutboxEvents(outbox), channels=["orders"])
 
     @asynccontextmanager
     async def lifespan(app: FastAPI):  # type: ignore[no-untyped-def]

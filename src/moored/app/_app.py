@@ -217,11 +217,11 @@ class App:
         """
         from moored.broker import Broker, BrokerApp
 
-        from ._systems import broker_part, source_options
+        from ._systems import broker_part, event_source
 
         entry = self._entry(name, required, after)
-        given = {**source_options(source), **options}
-        broker = Broker(name=entry.name, recorder=self.recorder, **given)
+        reads = event_source(source)
+        broker = Broker(reads, name=entry.name, recorder=self.recorder, **options)
         served = authenticate and BrokerApp(broker, authenticate, origins=origins)
         self._add(broker_part(entry, broker, source, served))
         return broker

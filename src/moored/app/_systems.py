@@ -41,8 +41,8 @@ SHOWN_SESSIONS = 5
 SHOWN_REASONS = 3
 
 __all__ = [
-    *("broker_part", "leases_part", "pool_part", "postgres_part", "sessions_part"),
-    "source_options",
+    *("broker_part", "event_source", "leases_part", "pool_part"),
+    *("postgres_part", "sessions_part"),
 ]
 
 
@@ -198,16 +198,15 @@ def leases_part(entry: PartEntry, leases: Leases) -> Part:
     )
 
 
-def source_options(source: Any) -> dict[str, Any]:
-    """Return the options of a broker for a source: an outbox is its history too."""
+def event_source(source: Any) -> Any:
+    """Return what a broker reads: a source as it is, or the events of an outbox."""
     if isinstance(source, Postgres):
         raise TypeError("app.broker() takes the outbox of a Postgres: app.broker(pg.outbox)")
-    if not isinstance(source, Outbox):
-        if source is not None and not hasattr(source, "events"):
-            raise TypeError(f"{source!r} is no source of events: give app.broker() pg.outbox")
-        return {"source": source}
-    events = OutboxEvents(source)
-    return {"source": events, "replay": events}
+    if isinstance(source, Outbox):
+        return OutboxEvents(source)
+    if source is not None and not hasattr(source, "events"):
+        raise TypeError(f"{source!r} is no source of events: give app.broker() pg.outbox")
+    return source
 
 
 def broker_part(entry: PartEntry, broker: Broker, source: Any, app: BrokerApp | None) -> Part:
