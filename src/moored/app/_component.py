@@ -99,7 +99,7 @@ class ComponentContext:
         *,
         costs: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
-        """Show statistics in the status and a text as the explanation, while the component runs.
+        """Show statistics in the status, and an explanation, while the component runs.
 
         :param explain: returns the whole text, or lines that begin with a space, which follow the
             health of the component.
