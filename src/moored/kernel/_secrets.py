@@ -35,6 +35,7 @@ _KEYWORD = re.compile(r"\s*\w+\s*=")
 _SPLIT = re.compile(r"[@/:?&=%,#\s]+")
 #: A password that contains one of these without percent-encoding is split by URL parsers.
 _DELIMITERS = frozenset("@/?#")
+_CUT = re.compile(r"[@/?#]+")
 
 
 def redacted(text: str) -> str:
@@ -180,9 +181,10 @@ def _values_in(text: str) -> Iterator[str]:
         yield written
         meant = unquote(written) if is_url else _unquoted(written)
         yield meant
-        if is_url and ("://" not in text or _DELIMITERS & set(written) or "%" in meant):
-            for each in (written, meant):
-                yield from (part for part in _SPLIT.split(each) if len(part) > 1)
+        if is_url and ("://" not in text or _DELIMITERS & set(written)):
+            # Short pieces and numbers are not added: they occur in lines, times and versions.
+            pieces = (p for mark in (_CUT, _SPLIT) for v in (written, meant) for p in mark.split(v))
+            yield from (each for each in pieces if len(each) >= _SHORT and not each.isdigit())
 
 
 def _unquoted(word: str) -> str:
