@@ -18,7 +18,15 @@ from tests.soaking import some_of
 
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Recorder
-from moored.postgres import Changes, ConfigurationError, History, Postgres, Reset, StreamEnded
+from moored.postgres import (
+    Changes,
+    ConfigurationError,
+    History,
+    Postgres,
+    Reset,
+    StreamEnded,
+    Transaction,
+)
 from moored.postgres._settings import Settings
 from moored.postgres.consume import Hub, Publisher, StateStore
 from moored.postgres.server import diagnose
@@ -26,7 +34,7 @@ from moored.testing import scaled
 
 from .conftest import MakePostgres, Sql
 from .mirror import mirroring
-from .server import LIMIT, following, ids, next_reset, one, quicken, until, walsender
+from .server import LIMIT, connected, following, ids, next_reset, one, quicken, until, walsender
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -194,6 +202,35 @@ async def test_several_streams_publish_the_same_tables_without_a_deadlock(
         assert "deadlock" not in caplog.text
         await run(sql, "insert into t3 values (1)")
         assert [ids(await following(changes)) for changes in here] == [[1]] * 3
+
+
+async def test_the_first_start_on_a_busy_database_beside_a_partitioned_table_is_no_reset(
+    make: MakePostgres, sql: Sql, streamed_url: str
+) -> None:
+    """Tables that are published one by one are confirmed before the publication is changed."""
+    await run(
+        sql,
+        "create table sales (id int primary key) partition by range (id)",
+        "create table sales_1 partition of sales for values from (0) to (100)",
+    )
+    waiting = "select exists (select 1 from pg_locks where not granted and mode like %s)"
+    async with connected(streamed_url) as writer, make() as pg:
+        await pg.wait_until_active(LIMIT)
+        await run(writer, "begin", "insert into orders values (1, 'x')")
+        changes = pg.changes(tables=["orders", "sales"])
+        await until(lambda: one(sql, waiting, "ShareRowExclusiveLock"))
+        await run(writer, "commit")
+        await pg.wait_until_published(timeout=LIMIT)
+        await check_twice(pg)
+        await run(sql, "insert into orders values (2, 'y')", "insert into sales values (3)")
+        found = [item async for item in first(changes, 2)]
+        assert [ids(item) for item in found if isinstance(item, Transaction)] == [[2], [3]], found
+
+
+async def first(changes: Changes, number: int) -> AsyncIterator[Transaction | Reset]:
+    async with asyncio.timeout(LIMIT):
+        for _ in range(number):
+            yield await anext(changes)
 
 
 # -- replica identity ------------------------------------------------------------------------------

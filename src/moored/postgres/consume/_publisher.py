@@ -203,7 +203,7 @@ class Publisher:
         await conn.set_autocommit(True)
         try:
             try:
-                return await self._publish_under_lock(conn, unconfirmed, "NOWAIT"), set()
+                return await self._publish_under_lock(conn, unconfirmed, {}, "NOWAIT"), set()
             except (psycopg.errors.LockNotAvailable, *_REFUSED):
                 return await self._publish_each(conn, unconfirmed)
         finally:
@@ -217,7 +217,7 @@ class Publisher:
                 busy.add(name)
                 continue
             try:
-                confirmed |= await self._publish_under_lock(conn, {name: table}, "")
+                confirmed = await self._publish_under_lock(conn, {name: table}, confirmed)
             except _LATER:
                 busy.add(name)
             except _REFUSED as error:
@@ -234,11 +234,15 @@ class Publisher:
                         self._hub.refuse(changes, why)
         return confirmed, busy
 
-    async def _publish_under_lock(self, conn: Connection, tables: Found, nowait: str) -> Found:
-        """Lock, add and confirm tables in one transaction.
+    async def _publish_under_lock(
+        self, conn: Connection, tables: Found, earlier: Found, nowait: str = ""
+    ) -> Found:
+        """Lock, add and confirm tables in one transaction; return them and the earlier ones.
 
         Without the lock, changes that a running transaction has made before would never be
         published.
+
+        :param earlier: the tables that were confirmed before, one by one.
         """
         publication = sql.Identifier(self._publication)
         listed = sql.SQL(", ".join(each.quoted for each in tables.values()))
@@ -273,7 +277,12 @@ class Publisher:
         if options:
             before, after = now[0].publication, next(iter(confirmed.values())).publication
             await self._hub.publication_changed(before, after)
-        return confirmed
+            # Otherwise the next check would take this change for one by another program.
+            earlier = {
+                name: each._replace(publication=after) if each.publication == before else each
+                for name, each in earlier.items()
+            }
+        return earlier | confirmed
 
     async def _remove(self, conn: Connection, entries: Collection[int]) -> None:
         """Remove tables that were added here, and that no consumer follows any longer."""
