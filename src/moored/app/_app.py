@@ -23,7 +23,8 @@ from moored.service import (
 )
 
 from ._asgi import AppEndpoint
-from ._component import Handle, Run, component_part, consumer_part
+from ._component import Run, component_part
+from ._consumer import Handle, consumer_part
 from ._parts import Judgement, PartEntry
 
 if TYPE_CHECKING:

@@ -1,29 +1,26 @@
-"""A user's own coroutines as parts of an app: components, and consumers of a change stream."""
+"""A user's own coroutines as parts of an app."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeAlias
 
 from prometheus_client.registry import Collector
 
-from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder, counted, first_of
-from moored.postgres import Changes, Health, Postgres, Reset, Transaction
+from moored.kernel import Chart, Child, Clock, Context, Event, Machine, Recorder
 from moored.service import Part, Status, Wiring
 
 from ._parts import RETRY, Judgement, PartEntry, Shown, listed
 
-__all__ = ["ComponentContext", "component_part", "consumer_part"]
+__all__ = ["ComponentContext", "component_part"]
 
 #: Seconds after which a component that had failed counts as working.
 PROVEN = 2.0
 
 Run: TypeAlias = Callable[["ComponentContext"], Awaitable[None]]
-Handle: TypeAlias = Callable[[Transaction | Reset], Awaitable[None]]
 
 
 class ComponentContext:
@@ -141,63 +138,3 @@ def component_part(
         return [child]
 
     return entry.part(build)
-
-
-def consumer_part(
-    entry: PartEntry, pg: Postgres, consumer: str, tables: Iterable[str], handle: Handle
-) -> Part:
-    """Return a part that calls a function for each transaction, and then acknowledges it.
-
-    It is ready when its tables are published: earlier changes are not received. After a failure of
-    the function, it is ready when the function has handled the same item.
-    """
-    wanted = [tables] if isinstance(tables, str) else list(tables)
-    handled = resets = 0
-    in_hand = False
-    last: str | None = None
-
-    def explain() -> str:
-        now = pg.statistics()["consumers"].get(consumer, {})
-        lines = [f"handled {counted(handled, 'transaction')} and {counted(resets, 'reset')}"]
-        if last is not None:
-            lines.append(f"everything up to {last} is acknowledged")
-        if number := now.get("outstanding"):
-            lines.append(f"{counted(number, 'received transaction')} to acknowledge")
-        if now.get("unpublished"):
-            lines.append(f"the tables {', '.join(now['unpublished'])} are not published yet")
-        if pg.health is not Health.ACTIVE:
-            lines.append(f"the stream is {pg.health.value}")
-        return "\n".join(f"  because  {each}" for each in lines)
-
-    async def consume(ctx: ComponentContext, items: Changes) -> None:
-        nonlocal handled, resets, last, in_hand
-        async for item in items:
-            in_hand = True
-            await handle(item)
-            if isinstance(item, Reset):
-                resets += 1
-            else:
-                await item.ack()
-                handled, last = handled + 1, str(item.position)
-            in_hand = False
-            ctx.healthy()
-
-    async def become_ready(ctx: ComponentContext) -> None:
-        if ctx.generation == 1:  # later, the last failure says more
-            ctx._wiring.health(entry.name, "starting", "its tables are not published yet")
-        if wanted:
-            await pg.wait_until_published(*wanted, timeout=math.inf)
-        else:
-            await pg.wait_until_active()
-        ctx.healthy()
-        await asyncio.Event().wait()
-
-    async def run(ctx: ComponentContext) -> None:
-        ctx.show(lambda: {"transactions": handled, "resets": resets, "acknowledged": last}, explain)
-        async with aclosing(pg.changes(consumer, tables=wanted)) as items:
-            if in_hand:  # the function has failed, and gets the same item again
-                await consume(ctx, items)
-            else:
-                await first_of(consume(ctx, items), become_ready(ctx))
-
-    return component_part(entry, run, assumed=None, shutdown=30.0)

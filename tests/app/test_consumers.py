@@ -1,0 +1,114 @@
+"""Consumers in services of their own: a restart with work waiting, and transactions that fail."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+from tests.service.support import Running, running, until
+
+#: The service. While the file `wait` exists, the consumer starts after the stream has its changes.
+SERVICE = """
+import asyncio
+import os
+from pathlib import Path
+
+import moored
+from moored.postgres import Reset
+
+here = Path(__file__).parent
+app = moored.App("orders")
+pg = app.postgres(os.environ["ORDERS"], state_dir=here / "state", stream_id=here.name)
+
+
+@app.component(once=True, after=["postgres"])
+async def schema(ctx):
+    async with pg.connection() as conn:
+        await conn.execute("create table if not exists orders (id int primary key)")
+    await pg.wait_until_active()
+    while (here / "wait").exists() and not pg.statistics()["consumers"]["search"]["behind"]:
+        await asyncio.sleep(0.01)
+
+
+@app.consumer(pg, "search", tables=["orders"], after=["schema"], **{options})
+async def index(txn):
+    if isinstance(txn, Reset):
+        return
+    numbers = [change.new["id"] for change in txn if change.new]
+    poison = here / "poison"
+    if poison.exists() and set(map(int, poison.read_text().split())) & set(numbers):
+        raise ValueError(f"order {{numbers[0]}} has no item")
+    with (here / "handled").open("a") as handled:
+        print(*numbers, sep="\\n", file=handled)
+"""
+
+
+class Orders:
+    """The folder of the service, and its database."""
+
+    def __init__(self, folder: Path, url: str, options: str) -> None:
+        self.folder = folder
+        self.url = url
+        (folder / "orders.py").write_text(SERVICE.format(options=options))
+
+    @contextmanager
+    def served(self) -> Iterator[Running]:
+        """Run the service."""
+        with running("orders:app", cwd=self.folder, environ={"ORDERS": self.url}) as service:
+            yield service
+
+    def insert(self, *numbers: int) -> None:
+        """Commit a transaction for each of these orders."""
+        with psycopg.connect(self.url, autocommit=True) as conn:
+            for number in numbers:
+                conn.execute("insert into orders values (%s)", (number,))
+
+    def handled(self) -> list[int]:
+        """Return the orders that the function has handled."""
+        found = self.folder / "handled"
+        return list(map(int, found.read_text().split())) if found.exists() else []
+
+    def write(self, name: str, text: str = "") -> Path:
+        """Write a file that the service reads."""
+        path = self.folder / name
+        path.write_text(text)
+        return path
+
+
+def ready(service: Running) -> int:
+    return service.get("/v1/health?ready").status_code
+
+
+def until_health(service: Running, part: str, health: str) -> None:
+    """Wait for the health of a part."""
+
+    def found() -> bool:
+        return bool(service.get("/v1/health").json()["parts"][part] == health)
+
+    until(found, f"{part} {health}; {service.lines}")
+
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"orders_{os.getpid()}_")
+
+
+def test_a_consumer_with_a_backlog_at_its_start_becomes_ready(
+    folder: Path, postgres_url: str
+) -> None:
+    orders = Orders(folder, postgres_url, "{'required': True}")
+    with orders.served() as service:
+        service.wait_active()
+        orders.insert(1)
+        until(lambda: orders.handled() == [1], "order 1 is handled")
+    orders.insert(*range(2, 102))
+    orders.write("wait")
+    with orders.served() as service:
+        until(lambda: len(orders.handled()) == 101, f"all orders are handled {service.lines}")
+        until_health(service, "consumer-search", "active")
+        assert ready(service) == 200
+    assert orders.handled() == list(range(1, 102))
