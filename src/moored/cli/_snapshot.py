@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import shutil
+import signal
 import sys
-from contextlib import nullcontext
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, BinaryIO
 
 import psycopg
 import typer
@@ -53,7 +60,8 @@ def snapshot(
     """Write the rows of tables in the text format of COPY, and show the progress on stderr.
 
     They are read in chunks, each in a short transaction of its own, so that vacuum is not held
-    back. Example:
+    back. A file is written under a temporary name in its directory and renamed when it is whole.
+    Example:
 
         moored snapshot orders --database-url postgresql://app@db/shop -o orders.tsv
     """
@@ -65,17 +73,41 @@ def snapshot(
         table: directory / f"{table}.tsv" if directory is not None else output for table in tables
     }
     options = {"where": where, "columns": column, "rows": chunk_rows}
+    work = _write_all(database_url, files, options)
     try:
-        asyncio.run(_write_all(database_url, files, options))
+        # What is written to stdout cannot be removed, and a reader that stalls blocks this process.
+        return asyncio.run(_until_signal(work) if output is not None else work)
     except (psycopg.Error, MooredError) as error:
         raise CommandFailed(describe(error)) from error
-    except OSError as error:
-        name = error.filename or output or "stdout"
-        raise CommandFailed(f"{name} cannot be written: {error.strerror or error}") from error
-    return 0
 
 
-async def _write_all(url: str, files: dict[str, Path | None], options: dict[str, Any]) -> None:
+async def _until_signal(work: Coroutine[Any, Any, int]) -> int:
+    """Cancel the work at SIGTERM and SIGHUP, as `asyncio.run` does at SIGINT."""
+    loop, task, code = asyncio.get_running_loop(), asyncio.ensure_future(work), 0
+
+    def cancel(number: int, frame: FrameType | None) -> None:
+        nonlocal code
+        code = 128 + number
+        signal.signal(number, signal.SIG_DFL)  # the second one ends the process at once
+        loop.call_soon_threadsafe(task.cancel)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, cancel)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if not code:
+            raise
+        return code
+    finally:
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is cancel:
+                signal.signal(number, signal.SIG_DFL)
+
+
+async def _write_all(url: str, files: dict[str, Path | None], options: dict[str, Any]) -> int:
     """Write all tables at the same time."""
     # A wrong URL is reported at once; later, a failure of the connection is retried.
     await (await psycopg.AsyncConnection.connect(url)).close()
@@ -90,14 +122,53 @@ async def _write_all(url: str, files: dict[str, Path | None], options: dict[str,
                 await asyncio.gather(*tasks)
             finally:
                 await tasks.cancel()
+    return 0
 
 
 async def _write(reader: TableReader, path: Path | None, bar: Progress) -> None:
     meter = CopyMeter(lambda name, text: None, Clock.current())
-    async with Snapshot(reader, lambda: None, meter, consistent=False, start=None) as copy:
-        task = bar.add_task(reader.name, total=copy.progress.estimated or None)
-        with nullcontext(sys.stdout.buffer) if path is None else path.open("wb") as file:
-            async for block in copy.blocks():
-                file.write(block)
-                bar.update(task, completed=copy.progress.rows)
+    left = "the output is incomplete" if _is_stream(path) else f"{path} was not written"
+    try:
+        async with Snapshot(reader, lambda: None, meter, consistent=False, start=None) as copy:
+            task = bar.add_task(reader.name, total=copy.progress.estimated or None)
+            with _opened(path) as file:
+                async for block in copy.blocks():
+                    file.write(block)
+                    bar.update(task, completed=copy.progress.rows)
+    except BaseException as error:
+        typer.echo(f"{reader.name}: stopped: {left}", err=True)
+        if isinstance(error, OSError):
+            why = error.strerror or error
+            raise CommandFailed(f"{path or 'stdout'} cannot be written: {why}") from error
+        raise
     typer.echo(f"{reader.name}: {copy.progress}", err=True)
+
+
+def _is_stream(path: Path | None) -> bool:
+    """Whether it is stdout, a device or a pipe, which are written directly."""
+    return path is None or (path.exists() and not path.is_file())
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[BinaryIO]:
+    """Open the output; a file is replaced only when the block ends without an error."""
+    if path is None:
+        yield sys.stdout.buffer
+        return
+    if _is_stream(path):
+        with path.open("wb") as file:
+            yield file
+        return
+    path = path.resolve()  # a link stays a link
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        with draft.open("xb") as file:
+            if path.exists():
+                shutil.copymode(path, draft)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
