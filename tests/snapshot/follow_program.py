@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 import moored.postgres.manage._stack as _stack
-from moored.postgres import UNCHANGED, Change, Postgres, Reset, Rows, Transaction
+from moored.postgres import RESUME, UNCHANGED, Change, Postgres, Reset, Rows, Transaction
 
 __all__: list[str] = []
 
@@ -37,7 +37,7 @@ class SqliteCopy:
     @property
     def position(self) -> str | None:
         row = self._database.execute("select value from position").fetchone()
-        return None if row is None or not self._exact else str(row[0])
+        return None if row is None else str(row[0])
 
     def apply(self, item: Rows | Transaction | Reset) -> None:
         do = self._database.execute
@@ -82,7 +82,8 @@ async def main(config: dict[str, Any]) -> None:
     async with Postgres(
         config["url"], state_dir=config["state_dir"], pool_size=2, stream_id="killed"
     ) as pg:
-        follow = pg.follow("items", consumer="c", chunk_rows=5, start=copy.position)
+        start = copy.position if config["exact"] else RESUME
+        follow = pg.follow("items", consumer="c", chunk_rows=5, start=start)
         async for item in follow:
             copy.apply(item)
             sys.stdout.write("item\n")

@@ -2,7 +2,7 @@
 
 from ._errors import ConfigurationError, DecodeError, PostgresError, StateError, StreamEnded
 from ._lsn import Lsn
-from ._position import History, Position
+from ._position import RESUME, History, Position
 from ._postgres import Postgres, StackEvent
 from .consume import Changes, Reset, Transaction
 from .decode import (
@@ -40,6 +40,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "History",
     "Position",
     "Postgres",
+    "RESUME",
     "Reset",
     "StackEvent",
     "Transaction",

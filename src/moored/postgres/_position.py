@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Self
+from enum import Enum
+from typing import Final, NamedTuple, Self
 
 from ._lsn import Lsn
 
-__all__ = ["History", "Position", "before_the_slot", "beyond_the_end", "of_another_history"]
+__all__ = [
+    "RESUME",
+    "History",
+    "Position",
+    "Resume",
+    "before_the_slot",
+    "beyond_the_end",
+    "of_another_history",
+]
+
+
+class Resume(Enum):
+    """The `start=` of a consumer that stores no position: that of the state file."""
+
+    RESUME = "resume"
+
+    def __repr__(self) -> str:
+        return "RESUME"
+
+
+RESUME: Final = Resume.RESUME
 
 
 class History(NamedTuple):

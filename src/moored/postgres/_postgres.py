@@ -28,7 +28,7 @@ from moored.kernel import (
 from moored.reservoir import PoolClosed
 
 from ._errors import ConfigurationError, PostgresError
-from ._position import Position
+from ._position import RESUME, Position, Resume
 from ._settings import Settings, default_state_dir
 from .consume import Changes, mistakes, stored
 from .listen import Listener
@@ -329,7 +329,7 @@ class Postgres:
         consumer: str = "default",
         *,
         tables: tuple[str, ...] | list[str] = (),
-        start: Position | str | None = None,
+        start: Position | str | Resume | None = RESUME,
     ) -> Changes:
         """Return committed transactions, in commit order, at least once: `async for txn in …`.
 
@@ -337,6 +337,7 @@ class Postgres:
         :param tables: the tables to follow, which are added to the publication; without any, all
             tables of the publication.
         :param start: a position that the consumer has stored itself; later transactions follow.
+            With `RESUME`, or None if it has stored none yet, all follow that are not acknowledged.
         """
         self._check_open()
         wrong: list[str] = (
@@ -348,7 +349,8 @@ class Postgres:
         if isinstance(start, str):
             start = Position.parse(start)
         self._wake_soon()
-        return self._hub.attach(consumer, tables=tuple(tables), start=start)
+        place = None if start is RESUME else start
+        return self._hub.attach(consumer, tables=tuple(tables), start=place)
 
     def snapshot(
         self,
@@ -390,12 +392,13 @@ class Postgres:
         columns: Sequence[str] | None = None,
         chunk_rows: int = 20_000,
         begin_again: bool = True,
-        start: CopyPosition | Position | str | None = None,
+        start: CopyPosition | Position | str | Resume | None = RESUME,
     ) -> Follow:
         """Return the rows of a table, and then its changes: `async for item in pg.follow(…)`.
 
         Items are `Rows`, transactions, and a `Reset` when the copy must begin again: discard what
-        was delivered before. After a crash, it continues after the last acknowledged item.
+        was delivered before. After a crash, it continues after the last acknowledged item, unless
+        the consumer stores positions itself, and passes them as `start`.
 
         :param consumer: the name under which acknowledgements are stored, as of `changes()`.
         :param where: a condition in SQL, as after WHERE; it is not escaped. The rows of each
@@ -406,14 +409,15 @@ class Postgres:
             item; fewer if they have more than about 16 MB.
         :param begin_again: begin again by itself after a `Reset`; otherwise the iteration ends.
         :param start: the `position` of an item, which the consumer has stored itself, or of a
-            snapshot; if the table was not published when that began, there is a `Reset`.
+            snapshot; if the table was not published when that began, there is a `Reset`. None, if
+            the consumer has stored no position: it has no rows yet, and a new copy begins. By
+            default (`RESUME`), the copy and the acknowledgements in the state file continue.
         """
         reader = self._reader(table, where, columns, chunk_rows, "follow()")
         if isinstance(start, (Position, str)):
             start = CopyPosition.parse(str(start))
-        changes = self.changes(
-            consumer, tables=[table], start=None if start is None else start.position
-        )
+        place = start.position if isinstance(start, CopyPosition) else start
+        changes = self.changes(consumer, tables=[table], start=place)
         changes.copied = True
         return Follow(
             changes,

@@ -13,7 +13,7 @@ from moored.kernel import start_task
 
 from .._errors import PostgresError
 from .._lsn import Lsn
-from .._position import Position
+from .._position import RESUME, Position, Resume
 from ..consume import Changes, Hub, Reset, StateStore, Transaction, stored
 from ..decode import Row
 from ._delivery import JoinedTransaction, Rows, delivered
@@ -94,7 +94,7 @@ class Follow:
         where: bool,
         columns: bool,
         begin_again: bool,
-        start: CopyPosition | None,
+        start: CopyPosition | Resume | None,
     ) -> None:
         self._changes = changes
         self._hub = hub
@@ -294,23 +294,23 @@ class Follow:
     async def _load(self) -> None:
         """Wait until the table is published, and continue a copy, or begin one."""
         await self._published()
-        start, saved = self._start, self._saved.load(self.name)
-        version, chunks = CopyVersion(), CopyState()
-        if start is not None:
+        version, chunks, start = CopyVersion(), CopyState(), self._start
+        if isinstance(start, CopyPosition):
             version, chunks = start.version, start.state
             self._acked = len(chunks.chunks)
-        elif saved is not None:
+        elif start is RESUME and (saved := self._saved.load(self.name)) is not None:
             version, self._acked, chunks = saved
         if not chunks.chunks:
             await self._begin()
             return
         table = await self._reader.describe()
-        self._lsn = self._acknowledged() if start is None else start.position.lsn
+        stored = isinstance(start, CopyPosition)
+        self._lsn = start.position.lsn if isinstance(start, CopyPosition) else self._acknowledged()
         self._state = CopyState(chunks.chunks[: self._acked])
         self._again = list(chunks.chunks[self._acked :])
         if version.source != table.version.source:
             self._pending = Reset(_OTHER)
-        elif start is not None and version.published != table.version.published:
+        elif stored and version.published != table.version.published:
             self._pending = Reset(_UNPUBLISHED)
         elif self._state.complete:
             return
