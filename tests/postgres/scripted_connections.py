@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import psycopg
@@ -86,6 +87,8 @@ class Link:
 
 class Connection:
     """A plain connection, as far as the manager uses one."""
+
+    info = SimpleNamespace(server_version=180000)
 
     def __init__(self, session: Session, rows: list[Any] | None = None) -> None:
         self.session = session

@@ -320,6 +320,9 @@ class Server:
     def tables(self, session: Session, values: Any) -> list[Any]:
         return []
 
+    def marker(self, session: Session, values: Any) -> list[Any]:
+        return [(self.publication,)]
+
     def missing(self, session: Session, values: Any) -> list[Any]:
         exist = {"publication": self.publication, "replication slot": self.slot is not None}
         return [(f'{what} "of the test"',) for what, exists in exist.items() if not exists]
@@ -487,6 +490,7 @@ _ANSWERS: Sequence[tuple[str, Callable[[Server, Session, Any], Any]]] = (
     ("server_version_num", Server.info),
     ("pg_advisory_lock", Server.lock),
     ("CREATE PUBLICATION", Server.create_publication),
+    ("hashtextextended", Server.marker),
     ("pg_publication_tables", Server.tables),
     ("SELECT format('publication", Server.missing),
     ("FROM pg_catalog.pg_publication WHERE", Server.check_existing),

@@ -34,7 +34,7 @@ async def test_publishing_does_not_keep_an_unreferenced_consumer_attached(
     hub.begin(History("1", 1), 1000)
     changes = hub.attach("search", tables=("orders",))
     settings = Settings(database_url="", replication_url="", state_dir=tmp_path)
-    conn = mock.Mock(execute=mock.AsyncMock())
+    conn = mock.Mock(execute=mock.AsyncMock(), info=mock.Mock(server_version=180000))
     look = asyncio.create_task(Publisher(hub, settings).publish(conn))
     await asyncio.wait_for(looking.wait(), 10)
     del changes

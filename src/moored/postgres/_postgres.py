@@ -83,7 +83,8 @@ class Postgres:
     :param connect_timeout: the timeout of one connection attempt, in seconds.
     :param shutdown_timeout: after so many seconds, `close()` aborts the remaining connections.
     :param check_every: how often publication, slot, tables and columns are checked, in seconds;
-        they are also checked when a consumer attaches or the stream shows that a table has changed.
+        they are also checked when a consumer attaches, and when the catalog, which is queried for
+        changes once a second, or the stream shows that a table has changed.
     :param sleep_after: close all connections after so many seconds without use; None for never.
     :param max_retained_wal: bytes of WAL that the server may retain for the slot before
         `on_retained_wal` applies.

@@ -8,7 +8,19 @@ from psycopg import sql
 
 from ._tables import Table
 
-__all__ = ["CATALOG", "ENTRIES", "MISSING", "by_hand", "full_identity", "lock_mode", "options_for"]
+__all__ = [
+    "CATALOG",
+    "ENTRIES",
+    "MISSING",
+    "by_hand",
+    "full_identity",
+    "lock_mode",
+    "marker",
+    "options_for",
+]
+
+#: The first version whose publications may have schemas.
+SCHEMAS = 150000
 
 #: The publication or the slot, if it does not exist.
 MISSING = """
@@ -19,15 +31,17 @@ SELECT format('replication slot "%%s"', %(slot)s::text)
 WHERE NOT EXISTS (SELECT 1 FROM pg_replication_slots WHERE slot_name = %(slot)s)
 """
 
-#: The named tables, and optionally all published ones, in the order in which they are locked.
-CATALOG = """
-WITH wanted AS (
+_WANTED = """wanted AS (
   SELECT w.wanted, CASE WHEN w.schema IS NULL THEN to_regclass(quote_ident(w.name))::oid ELSE (
     SELECT c.oid FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
     WHERE n.nspname = w.schema AND c.relname = w.name) END AS oid
   FROM unnest(%(wanted)s::text[], %(schemas)s::text[], %(names)s::text[])
     AS w (wanted, schema, name)
-),
+)"""
+
+#: The named tables, and optionally all published ones, in the order in which they are locked.
+CATALOG = f"""
+WITH {_WANTED},
 published AS (
   SELECT quote_ident(t.schemaname) || '.' || quote_ident(t.tablename) AS wanted, c.oid
   FROM pg_publication_tables t
@@ -61,13 +75,13 @@ SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.rel
   coalesce(p.pubviaroot, false),
   (SELECT coalesce(json_object_agg(a.attnum, json_build_array(a.attname, a.atttypid::bigint,
       CASE a.atttypid WHEN 'numeric'::regtype THEN a.atttypmod ELSE -1 END,
-      a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{}')
+      a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{{}}')
    FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
   (SELECT coalesce(json_object_agg(t.relid::oid || '/' || i.xmin, json_build_array(
       -- ATTACH PARTITION has written its columns with the same command, PARTITION OF before.
       t.relid::text, EXISTS (SELECT 1 FROM pg_attribute a WHERE a.attrelid = t.relid
         AND a.attnum > 0 AND a.xmin = i.xmin AND a.cmin = i.cmin)
-      AND (SELECT sum(pg_relation_size(s.relid)) > 0 FROM pg_partition_tree(t.relid) s))), '{}')
+      AND (SELECT sum(pg_relation_size(s.relid)) > 0 FROM pg_partition_tree(t.relid) s))), '{{}}')
    FROM pg_partition_tree(c.oid) t JOIN pg_inherits i ON i.inhrelid = t.relid
    WHERE t.relid <> c.oid),
   pg_current_wal_insert_lsn()::text
@@ -85,8 +99,42 @@ JOIN pg_class c ON c.oid = r.prrelid JOIN pg_namespace n ON n.oid = c.relnamespa
 WHERE p.pubname = %(publication)s AND r.oid = ANY (%(entries)s)
 ORDER BY 1, 2
 """
+# A number that is another one after a change of the catalog of which `CATALOG` may tell. It reads
+# rows of the catalog only, so it waits for no lock, not even of a long ALTER TABLE.
+_MARKER = f"""
+WITH RECURSIVE publication AS (
+  SELECT oid, xmin, puballtables FROM pg_publication WHERE pubname = %(publication)s
+),
+{_WANTED},
+tree (oid) AS (
+  SELECT oid FROM wanted
+  UNION SELECT r.prrelid FROM pg_publication_rel r JOIN publication p ON p.oid = r.prpubid
+  UNION SELECT c.oid FROM pg_class c JOIN publication p ON p.puballtables
+    WHERE c.relkind IN ('r', 'p') AND c.oid >= 16384
+  {{schemas}}
+  UNION SELECT i.inhrelid FROM tree t JOIN pg_inherits i ON i.inhparent = t.oid
+)
+SELECT hashtextextended(concat_ws(' ',
+  (SELECT p.oid || '/' || p.xmin FROM publication p),
+  (SELECT string_agg(r.oid || '/' || r.xmin, ',' ORDER BY r.oid)
+   FROM pg_publication_rel r JOIN publication p ON p.oid = r.prpubid),
+  (SELECT string_agg(w.wanted || '/' || w.oid, ',' ORDER BY w.wanted) FROM wanted w),
+  (SELECT string_agg(concat_ws('/', c.oid, c.xmin, n.nspname), ',' ORDER BY c.oid)
+   FROM tree t JOIN pg_class c ON c.oid = t.oid JOIN pg_namespace n ON n.oid = c.relnamespace),
+  (SELECT string_agg(concat_ws('/', a.attrelid, a.attnum, a.xmin), ','
+     ORDER BY a.attrelid, a.attnum)
+   FROM tree t JOIN pg_attribute a ON a.attrelid = t.oid AND a.attnum > 0)), 0)
+"""
+_SCHEMAS = """UNION SELECT c.oid FROM pg_publication_namespace s
+    JOIN publication p ON p.oid = s.pnpubid JOIN pg_class c ON c.relnamespace = s.pnnspid
+    WHERE c.relkind IN ('r', 'p')"""
 _EVERYTHING = "publish = 'insert, update, delete, truncate'"
 _VIA_ROOT = "publish_via_partition_root = true"
+
+
+def marker(version: int) -> str:
+    """Return the query of the marker, for a version of the server."""
+    return _MARKER.format(schemas=_SCHEMAS if version >= SCHEMAS else "")
 
 
 def options_for(tables: Sequence[Table]) -> list[str]:

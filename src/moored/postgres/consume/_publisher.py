@@ -32,6 +32,7 @@ from ._publication_sql import (
     by_hand,
     full_identity,
     lock_mode,
+    marker,
     options_for,
 )
 from ._tables import Followed, Table, parse_table
@@ -71,6 +72,8 @@ class Publisher:
         self._removes = not settings.manual_publication and not settings.publication
         self._keyless: set[str] = set()
         self._gone: set[str] = set()
+        #: What `_query_marker` has returned before the last check.
+        self._marker: list[Any] = []
 
     async def publish(self, conn: Connection) -> list[str]:
         """Publish and confirm tables; return those that are locked by other sessions or missing."""
@@ -78,6 +81,7 @@ class Publisher:
         consumers = [weakref.ref(changes) for changes in self._hub.attached()]
         if not consumers and not (self._removes and self._hub.unused([])):
             return []
+        self._marker = await self._query_marker(conn)
         found, busy = await uncancelled(conn, self._publish_unconfirmed(conn, consumers))
         waiting: set[str] = set()
         followed: dict[str, str] = {}
@@ -88,6 +92,15 @@ class Publisher:
             if followed:
                 await self._hub.keep_followed(followed)
         return sorted(waiting)
+
+    async def changed(self, conn: Connection) -> bool:
+        """Return whether the catalog has changed since the last call of `publish`."""
+        return bool(self._hub.attached()) and self._marker != await self._query_marker(conn)
+
+    async def _query_marker(self, conn: Connection) -> list[Any]:
+        query = marker(conn.info.server_version)
+        named = {name for changes in self._hub.attached() for name in changes.tables}
+        return await _admin.rows(conn, query, publication=self._publication, **_names(named))
 
     async def _publish_unconfirmed(
         self, conn: Connection, consumers: Consumers
@@ -119,16 +132,12 @@ class Publisher:
     async def _catalog(
         self, conn: Connection, wanted: Iterable[str], *, everything: bool = False
     ) -> Found:
-        names = sorted(wanted)
-        parsed = [parse_table(name) for name in names]
         # The query may wait for locks of an ALTER TABLE: then a later call succeeds.
         await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
         rows = await _admin.rows(
             conn,
             CATALOG,
-            wanted=names,
-            schemas=[each.schema for each in parsed],
-            names=[each.name for each in parsed],
+            **_names(wanted),
             publication=self._publication,
             everything=everything,
         )
@@ -347,3 +356,14 @@ class Publisher:
 
 def _alive(consumers: Consumers) -> list[Changes]:
     return [changes for each in consumers if (changes := each()) is not None]
+
+
+def _names(wanted: Iterable[str]) -> dict[str, Any]:
+    """Return the parameters of a query that finds tables by their names."""
+    names = sorted(wanted)
+    parsed = [parse_table(name) for name in names]
+    return {
+        "wanted": names,
+        "schemas": [each.schema for each in parsed],
+        "names": [each.name for each in parsed],
+    }

@@ -44,6 +44,9 @@ log = logging.getLogger("moored.postgres")
 
 #: How often the retained WAL of the slot is checked, in seconds.
 WATCH_EVERY = 10.0
+#: How often the catalog is queried for changes of the consumers' tables, in seconds, and the part
+#: of the time that these queries may take at most.
+MARKER_EVERY, MARKER_LOAD = 1.0, 0.05
 #: The shortest time between two restarts of the stream for consumers that attach again, in seconds.
 REWIND_EVERY = 5.0
 #: How long the replication client may take to end before its connection is aborted, in seconds.
@@ -246,9 +249,30 @@ class Manager:
                 )
             elif waiting is not None:
                 pauses.succeed()
+            await self._wait_for_changed_tables(Deadline.after(pause, self._clock))
+
+    async def _wait_for_changed_tables(self, deadline: Deadline) -> None:
+        """Wait until the tables may have changed, but not beyond the deadline."""
+        pause = MARKER_EVERY
+        while (left := deadline.remaining()) > 0:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
+                async with asyncio.timeout(min(pause, left)):
                     await self._tables_changed.wait()
+                    return
+            began = self._clock.monotonic()
+            if left > pause and await self._catalog_changed():
+                return
+            # A publication of thousands of tables must not load the server.
+            pause = max(MARKER_EVERY, (self._clock.monotonic() - began) / MARKER_LOAD)
+
+    async def _catalog_changed(self) -> bool:
+        """Return whether the catalog has changed since the last check of the tables."""
+        try:
+            async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
+                return await self._publisher.changed(conn)
+        except Exception as error:
+            log.debug("changes of the catalog could not be queried: %s", describe(error))
+            return False
 
     async def _publish_tables(self) -> list[str] | None:
         """Publish the consumers' tables; return those that could not be, None if it failed."""
