@@ -117,7 +117,7 @@ async def test_a_part_waits_for_the_parts_that_it_comes_after() -> None:
         assert seen == ["other", "slow is ready", "later"]
 
 
-async def test_an_app_that_stands_by_is_ready_and_so_are_the_parts_after_it() -> None:
+async def test_an_app_that_stands_by_is_ready_and_starts_the_parts_after_it() -> None:
     app, free, seen = new(), asyncio.Event(), []
 
     @app.component
@@ -136,14 +136,13 @@ async def test_an_app_that_stands_by_is_ready_and_so_are_the_parts_after_it() ->
         await app.ready(LIMIT)
         await asyncio.sleep(0)
         health = await asking.get("/v1/health")
-        parts = {"stream": "waiting", "later": "waiting"}
+        parts = {"stream": "waiting", "later": "active"}
         assert (health.status_code, health.json()["parts"]) == (202, parts)
         assert (await asking.get("/v1/health?ready")).status_code == 200
-        assert "standing by for another instance: stream, later" in app._running().view.sentence()
-        assert seen == []
+        assert "standing by for another instance: stream" in app._running().view.sentence()
+        assert seen == ["later"]
         free.set()
         await until(app, "active")
-        assert seen == ["later"]
 
 
 async def test_a_component_that_runs_once_is_ready_when_it_has_returned() -> None:
@@ -341,6 +340,42 @@ async def test_a_consumer_is_ready_when_its_tables_are_published(
             while isinstance(txn := await seen.get(), Reset):
                 pass
             assert [change.new and change.new["id"] for change in txn] == [1]
+
+
+async def test_of_two_apps_on_one_database_both_serve_and_one_consumes(
+    postgres_url: str, tmp_path: Any
+) -> None:
+    """What needs no lock works in both; the consumer of the other one says why it waits."""
+
+    def made(name: str) -> tuple[App, asyncio.Future[int]]:
+        app, found = new(), asyncio.get_running_loop().create_future()
+        pg = app.postgres(postgres_url, state_dir=tmp_path / name, stream_id="two")
+
+        @app.consumer(pg, "search", tables=["orders"])
+        async def index(item: Transaction | Reset) -> None: ...
+
+        @app.component(after=["postgres"])
+        async def query(ctx: ComponentContext) -> None:
+            async with pg.connection() as conn:
+                row = await (await conn.execute("select 7")).fetchone()
+            assert row is not None
+            found.set_result(row[0])
+            await asyncio.Event().wait()
+
+        return app, found
+
+    with psycopg.connect(postgres_url, autocommit=True) as conn:
+        conn.execute("create table orders (id int primary key)")
+    (first, one), (second, other) = made("first"), made("second")
+    async with first, asyncio.timeout(LIMIT):
+        await until(first, "active")
+        assert await one == 7
+        async with second:
+            await second.ready()
+            assert await other == 7
+            assert second.status == "waiting"
+            assert "standby of backend" in second.explain("postgres")
+            assert "another instance has the change stream" in second.explain("consumer-search")
 
 
 async def test_a_consumer_that_fails_is_ready_when_it_has_handled_the_transaction(

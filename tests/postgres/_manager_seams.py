@@ -92,19 +92,24 @@ class WatchedCore(ManagerCore):
     def client_failed(self, diagnosis: Diagnosis) -> Actions:
         return self._watched("client", diagnosis, super().client_failed)
 
+    def pool_ready(self, role: Role) -> Actions:
+        _of_core(self).worked.add(role.value)
+        return super().pool_ready(role)
+
     def pool_failed(self, role: Role, diagnosis: Diagnosis) -> Actions:
-        return self._watched("pool", diagnosis, partial(super().pool_failed, role))
+        react = partial(super().pool_failed, role)
+        return self._watched("pool", diagnosis, react, role.value)
 
     def subsystem_failed(self, diagnosis: Diagnosis) -> Actions:
         return self._watched("subsystem", diagnosis, super().subsystem_failed)
 
     def _watched(
-        self, part: str, diagnosis: Diagnosis, react: Callable[[Diagnosis], Actions]
+        self, part: str, diagnosis: Diagnosis, react: Callable[[Diagnosis], Actions], role: str = ""
     ) -> Actions:
         step = self.machine.step
         actions = react(diagnosis)
         instance = _of_core(self)
-        instance.world.watcher.reacted(instance, part, step, diagnosis, actions)
+        instance.world.watcher.reacted(instance, part, step, diagnosis, actions, role)
         return actions
 
 

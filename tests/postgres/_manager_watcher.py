@@ -91,6 +91,8 @@ class Watcher:
     def moved(self, instance: Instance, move: Move) -> None:
         step = (move.source.step, move.target.step)
         instance.was_active |= move.target.phase == "running"
+        if move.target.step == STEPS[2]:
+            instance.worked.add("client")
         self.world.saw[f"at {move.target.step}"] += 1
         if step not in MOVES:
             self.world.violated(f"{instance.name}: moved from {step[0]} to {step[1]}")
@@ -135,7 +137,13 @@ class Watcher:
             self.world.violated(f"{instance.name}: at {pg.machine.step}, and {wrong}")
 
     def reacted(
-        self, instance: Instance, part: str, step: str, diagnosis: Diagnosis, actions: Actions
+        self,
+        instance: Instance,
+        part: str,
+        step: str,
+        diagnosis: Diagnosis,
+        actions: Actions,
+        role: str = "",
     ) -> None:
         """A part has failed: tried again in place only if the step was about it."""
         if diagnosis.type == "unknown":
@@ -145,7 +153,9 @@ class Watcher:
         in_place = any(a.act is Act.SET_TIMER and a.name == "retry" for a in actions)
         found = (in_place, Act.RESTART in acts, Act.GIVE_UP in acts, Act.DROP_SLOT in acts)
         about = step in ABOUT[part]
-        again = instance.was_active
+        again = instance.was_active or role in instance.worked
+        if part == "client" and step == STEPS[1]:
+            again |= "client" in instance.worked
         expected = {
             # What has worked once may work again; a pool tries that by itself.
             FaultVerdict.FATAL: (again and about, again and not about, not again, False)

@@ -50,8 +50,9 @@ class Instance:
         self.locked_by: Session | None = None
         self.wrong_since: float | None = None
         self.failures = 0
-        #: Whether this process was ever active.
+        #: Whether this process was ever active, and what has worked: its client, and its pools.
         self.was_active = False
+        self.worked: set[str] = set()
         self.opened = False
         self.closing = False
         self.napping = False
@@ -90,6 +91,7 @@ class Instance:
         self.locked_by = self.wrong_since = None
         self.failures = 0
         self.was_active = False
+        self.worked.clear()
         self.seats.clear()
         self.pg = pg = Postgres(
             self.url,

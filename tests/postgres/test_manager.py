@@ -96,10 +96,10 @@ async def _until_restarted(parts: Parts, name: str) -> None:
 async def test_an_event_of_a_client_that_was_replaced_changes_nothing(manager: Manager) -> None:
     manager._core.start()
     post = manager._parts.replace("replication")
-    post(lambda: [Action(Act.START_POOLS)])
+    post(lambda: [Action(Act.START_POOL)])
     await manager._start_client()
     events = [manager._events.get_nowait()() for _ in range(manager._events.qsize())]
-    assert [Action(Act.START_POOLS)] not in events
+    assert [Action(Act.START_POOL)] not in events
 
 
 async def test_a_timer_that_fires_early_waits_for_the_rest(manager: Manager) -> None:

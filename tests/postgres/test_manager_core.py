@@ -104,7 +104,34 @@ def test_the_wait_for_a_slot_is_checked() -> None:
     assert acts(made.timer(Timer.CONFIGURATION)) == [Act.UNBLOCK_SLOT, Act.SET_TIMER]
 
 
-def test_the_pools_start_when_the_client_is_ready_and_both_must_be_full() -> None:
+def test_the_pool_of_callers_starts_before_the_lock_and_that_of_the_manager_with_it() -> None:
+    made = core()
+    made.start()
+    waiting = made.client_at(Step.ACQUIRE_LOCK)
+    assert Action(Act.START_POOL, "snapshot") in waiting
+    assert Action(Act.START_POOL, "admin") not in waiting
+    for step in CLIENT_STEPS[4:-1]:
+        assert Act.START_POOL not in acts(made.client_at(step))
+    assert Action(Act.START_POOL, "admin") in made.client_at(Step.READY_TO_STREAM)
+
+
+def test_a_client_that_is_retried_leaves_the_pool_of_callers_alone() -> None:
+    made = to("start_replication_client:acquiring_lock")
+    made.client_failed(LOST)
+    made.timer(Timer.RETRY)
+    assert Act.START_POOL not in acts(made.client_at(Step.ACQUIRE_LOCK))
+
+
+def test_a_standby_that_was_connected_retries_after_a_fatal_error() -> None:
+    made = to("start_replication_client:acquiring_lock")
+    made.pool_ready(Role.SNAPSHOT)
+    assert acts(made.pool_failed(Role.SNAPSHOT, WRONG)) == [Act.CLEAR]
+    made.client_failed(LOST)
+    made.timer(Timer.RETRY)
+    assert Action(Act.SET_TIMER, "retry", 2.0) in made.client_failed(WRONG)
+
+
+def test_both_pools_must_be_full() -> None:
     made = to("start_connection_pool:connecting")
     assert Act.CHECK_INTEGRITY not in acts(made.pool_ready(Role.ADMIN))
     assert Act.CHECK_INTEGRITY not in acts(made.pool_ready(Role.ADMIN))
@@ -168,10 +195,11 @@ def test_a_client_that_fails_at_any_other_step_restarts_everything(step: str) ->
 
 def test_a_pool_is_retried_in_place_while_the_step_is_about_it() -> None:
     made = to("start_connection_pool:connecting")
-    actions = made.pool_failed(Role.SNAPSHOT, LOST)
+    made.pool_ready(Role.SNAPSHOT)
+    actions = made.pool_failed(Role.ADMIN, LOST)
     assert Act.RESTART not in acts(actions)
     assert made.machine.step == "start_connection_pool"
-    assert acts(made.timer(Timer.RETRY)) == [Act.START_POOLS]
+    assert made.timer(Timer.RETRY) == [Action(Act.START_POOL, "admin")]
     assert made.machine.step == "start_connection_pool:connecting"
 
 

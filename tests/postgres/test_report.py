@@ -213,7 +213,7 @@ async def test_during_the_backoff_the_report_does_not_show_streaming(
         steps: list[str] = []
         pg.monitor.subscribe(lambda change: steps.append(f"{pg.health.value} {pg.machine.step}"))
         await _cut(pg, sql)
-        assert "waiting start_replication_client" in steps
+        assert "starting start_replication_client" in steps
         assert "waiting streaming" not in steps
 
 

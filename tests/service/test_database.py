@@ -332,19 +332,21 @@ async def test_a_second_instance_waits_and_names_the_lock_holder(
             assert (await second.client.get("/v1/health?ready")).status_code == 200
             assert "standing by for another instance: postgres" in second.service.view.sentence()
             head, who, what, so = await second.explain()
-            assert head.startswith("waiting: acquiring the lock for ")
+            standby = f'standby of backend {holder["pid"]} (application "moored", from 127.0.0.1, '
+            assert head.startswith(f"waiting: {standby}")
+            assert standby in "".join(second.service.view.reasons("postgres"))
             assert who.startswith(
                 f"  because  the lock of moored_slot_{stream} is held by backend {holder['pid']} "
                 '(application "moored", from 127.0.0.1, for '
             )
             assert what == "  because  another instance is active: its slot is streaming"
             assert so == (
-                "  so       this instance waits as a standby; nothing is broken; it takes over "
-                f"when backend {holder['pid']} releases the lock. To stream in parallel, choose "
-                "another stream_id"
+                "  so       connections, outbox and listener work here, and changes are streamed "
+                f"there; this instance takes over when backend {holder['pid']} releases the lock. "
+                "To stream in parallel, choose another stream_id"
             )
             assert second.pg.listener is not None
-            assert second.pg.listener.stands_by()
+            assert not second.pg.listener.stands_by()
             assert any("standing by" in said and str(holder["pid"]) in said for said in second.said)
             await first.pg.close()  # as the end of the other process would
             await second.until("active")

@@ -296,7 +296,8 @@ class App:
 
         def add(handle: Handle) -> Handle:
             entry = self._entry(name or f"consumer-{consumer}", required, after)
-            entry = replace(entry, after=tuple(dict.fromkeys((self._streams[pg], *entry.after))))
+            others = tuple(dict.fromkeys((self._streams[pg], *entry.after)))
+            entry = replace(entry, after=others, stands_by=True)
             _check_async(entry.name, handle)
             self._add(consumer_part(entry, pg, consumer, tables, handle))
             return handle

@@ -48,6 +48,8 @@ class PartEntry:
     required: bool = True
     #: The parts that must be ready before this one starts.
     after: tuple[str, ...] = ()
+    #: Whether it stands by while one of those does, because it needs the change stream.
+    stands_by: bool = False
 
     @property
     def condition(self) -> str:
@@ -67,13 +69,14 @@ class PartEntry:
         )
 
     async def begin(self, ctx: Context, wiring: Wiring) -> None:
-        """Wait for the parts that this one comes after; stand by while one of them does."""
+        """Wait for the parts that this one comes after."""
         if self.after:
             ctx.started()
             why = f"waits for {', '.join(self.after)}"
             if ctx.generation == 1:  # later, the last failure says more
                 wiring.health(self.name, "starting", why)
-            if await wiring.until(self.after, READY_STATES) == "waiting":
+            if await wiring.until(self.after, READY_STATES) == "waiting" and self.stands_by:
+                why = f"standby, as {', '.join(self.after)}: another instance has the change stream"
                 wiring.health(self.name, "waiting", why)
                 await wiring.until(self.after, ("active", "sleeping", "degraded"))
 

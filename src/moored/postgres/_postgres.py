@@ -65,9 +65,9 @@ class Postgres:
         the first subscription opens the listener with `database_url`, unless that leads to a
         pooler; "" turns the listener off.
     :param stream_id: names the slot, the publication, the lock and the state file. Of the instances
-        with the same `stream_id`, one streams and the others stand by; instances with different
-        ones stream in parallel.
-    :param pool_size: connections of both pools together.
+        with the same `stream_id`, one streams and the others stand by: their connections, outbox
+        and listener work. Instances with different ones stream in parallel.
+    :param pool_size: connections of both pools together; a standby has only that of callers.
     :param state_dir: where the positions of consumers are stored; by default `MOORED_STATE_DIR`, or
         a directory for this database in the user's state home.
     :param slot: the name of the replication slot; by default `moored_slot_<stream_id>`.
@@ -221,7 +221,8 @@ class Postgres:
             recorder=self.recorder,
         )
         listener.stands_by = lambda: (
-            self._restarter.asleep or self.monitor.status().health is Health.WAITING
+            self._restarter.asleep
+            or (self.monitor.status().health is Health.WAITING and not self._has_pool)
         )
         if self.notify_url is not None:
             listener.on_refused = lambda error: self._fail(str(error))
@@ -311,7 +312,7 @@ class Postgres:
         while True:
             await self.wake()
             await self._wait(
-                lambda _: self.monitor.conditions()["snapshot_connection_pool_ready"].met,
+                lambda _: self._has_pool,
                 deadline.timeout,
             )
             pool = self._restarter.manager.pools[Role.SNAPSHOT].pool
@@ -490,6 +491,10 @@ class Postgres:
         self._check_open()
         await self._restarter.wake()
 
+    @property
+    def _has_pool(self) -> bool:
+        return self.monitor.conditions()["snapshot_connection_pool_ready"].met
+
     def _wake_soon(self) -> None:
         self._restarter.used()
         if self._restarter.asleep:
@@ -515,9 +520,12 @@ class Postgres:
         if self.fatal is not None:
             return Health.FAILED
         found = self.monitor.status().health
+        if found is Health.WAITING:
+            found = self._restarter.manager.standby_health
         deaf = self.listener is not None and self.listener.is_open and not self.listener.up
         impaired = deaf or self._hub.pressure.stalled
-        return Health.DEGRADED if found is Health.ACTIVE and impaired else found
+        works = found in (Health.ACTIVE, Health.WAITING)
+        return Health.DEGRADED if works and impaired else found
 
     async def wait_until_active(self, timeout: float | None = None) -> None:
         """Wait until the health is `ACTIVE`; wake the stream if it sleeps.

@@ -69,8 +69,6 @@ class ShownPostgres:
         if not pg.is_open:
             return
         health = pg.health
-        if health is Health.WAITING and pg.statistics()["lock"]["holder"] is None:
-            health = Health.STARTING  # no other instance is known that it could stand by for
         self._wiring.health(self._part, health.value, self._reason(pg, health))
         if pg.fatal is not None:
             self._wiring.fail(ServiceError(pg.fatal))
@@ -85,6 +83,9 @@ class ShownPostgres:
             server = pg.statistics()["server"]
             version = server["version"] if server is not None else "of unknown version"
             return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
+        if health is Health.WAITING:
+            of = pg.explain().partition("\n")[0].removeprefix("waiting: ")
+            return f"{of}; connections and outbox work here, changes are streamed there"
         if (outage := pg.statistics()["outage"]) is not None:
             return str(outage["last"])
         listener = pg.statistics()["listener"]

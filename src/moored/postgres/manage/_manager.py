@@ -30,12 +30,12 @@ from moored.kernel import (
 
 from .._errors import PostgresError, StateError, StreamEnded
 from ..consume import Publisher, _backpressure
-from ..report import CONDITIONS, lock_words
+from ..report import CONDITIONS, LOCKING, Health, lock_words
 from ..server import _admin, diagnose
 from ..stream import ReplicationClient
 from ._manager_core import Act, Action, Actions, Role, Timer
 from ._parts import Parts
-from ._pools import ManagedPool, pool_sizes
+from ._pools import ManagedPool, PoolStatus, pool_sizes
 from ._stack import Stack
 
 __all__ = ["Manager", "SubsystemFailed"]
@@ -89,6 +89,19 @@ class Manager:
         self.holder: _admin.LockHolder | None = None
         self.blockers: list[_admin.Blocker] = []
 
+    @property
+    def standby_of(self) -> _admin.LockHolder | None:
+        """The holder of the lock that this instance waits for; None if it does not, or not yet."""
+        return self.holder if self._core.machine.step == LOCKING else None
+
+    @property
+    def standby_health(self) -> Health:
+        """The health without the lock: callers have their pool, and the holder has the stream."""
+        pool = self.pools.get(Role.SNAPSHOT)
+        if self.standby_of is None or pool is None or pool.status is PoolStatus.STARTING:
+            return Health.STARTING
+        return Health.WAITING if pool.status is PoolStatus.READY else Health.DEGRADED
+
     # -- the run -------------------------------------------------------------------------------
 
     async def run(self, ctx: Context) -> None:
@@ -129,8 +142,8 @@ class Manager:
                 await self._parts.stop("publish")
                 await self._parts.stop("watch")
                 await self._stop_client()
-            case Act.START_POOLS:
-                await self._start_pools()
+            case Act.START_POOL:
+                await self._start_pool(Role(action.name))
             case Act.CHECK_INTEGRITY:
                 failed = self._core.subsystem_failed
                 await self._parts.start("integrity", self._check_integrity, failed)
@@ -216,17 +229,17 @@ class Manager:
         async with self.pools[Role.ADMIN].pool.connection(timeout=timeout) as conn:
             self._stack.types.add(oids, await _admin.own_types(conn, oids))
 
-    async def _start_pools(self) -> None:
+    async def _start_pool(self, role: Role) -> None:
         settings = self._settings
         admin, snapshot = pool_sizes(settings.pool_size)
-        for role, url, size in (
-            (Role.ADMIN, settings.replication_url, admin),
-            (Role.SNAPSHOT, settings.database_url, snapshot),
-        ):
-            await self._parts.stop(role.value)
-            post = self._parts.replace(role.value)
-            self.pools[role] = pool = ManagedPool(self._stack, role, url, size, post)
-            await self._parts.own(role.value, pool.run, self._core.subsystem_failed, post)
+        url, size = {
+            Role.ADMIN: (settings.replication_url, admin),
+            Role.SNAPSHOT: (settings.database_url, snapshot),
+        }[role]
+        await self._parts.stop(role.value)
+        post = self._parts.replace(role.value)
+        self.pools[role] = pool = ManagedPool(self._stack, role, url, size, post)
+        await self._parts.own(role.value, pool.run, self._core.subsystem_failed, post)
 
     async def _check_integrity(self) -> None:
         assert self.client is not None

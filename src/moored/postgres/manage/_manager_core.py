@@ -11,7 +11,7 @@ from enum import Enum
 
 from moored.kernel import Backoff, Machine
 
-from ..report import CLIENT, CONDITIONS, POOL, RUNNING, STREAM
+from ..report import CLIENT, CONDITIONS, LOCKING, POOL, RUNNING, STREAM
 from ..server import Diagnosis, FaultVerdict, Step
 
 __all__ = [
@@ -51,7 +51,7 @@ class Act(Enum):
 
     START_CLIENT = "start the replication client"
     STOP_CLIENT = "stop the replication client, and the jobs of its stream"
-    START_POOLS = "start the pools"
+    START_POOL = "start a pool"
     CHECK_INTEGRITY = "check timeline, slot and publication"
     START_STREAMING = "start streaming"
     SET = "set a condition"
@@ -71,7 +71,7 @@ class Action:
     """One action for the `Manager` to carry out."""
 
     act: Act
-    #: The condition, event or timer that it is about.
+    #: The condition, event, timer or pool that it is about.
     name: str = ""
     #: For a timer, a restart and an event of a failure: the wait in seconds.
     delay: float = 0.0
@@ -96,7 +96,12 @@ class ManagerCore:
     def __init__(self, machine: Machine, backoff: Backoff) -> None:
         self.machine = machine
         self.backoff = backoff
+        #: The pools of this run that were started, and those that have had all connections.
+        self._started: set[Role] = set()
         self._ready: set[Role] = set()
+        #: What has worked before: its errors may be temporary, and are retried.
+        self._pools_worked: set[Role] = set()
+        self._identified = False
         #: Whether a replication client was ever set up: `recreate_slot` applies only once.
         self.configured = False
         #: Whether it was ever active: from then on, every error may be temporary.
@@ -106,6 +111,7 @@ class ManagerCore:
         """Start, or restart, the connection subsystem."""
         if self.machine.history:
             self.machine.move("connection_setup", cause=cause)
+        self._started.clear()
         self._ready.clear()
         return self._start_client(cause)
 
@@ -120,13 +126,16 @@ class ManagerCore:
         if step in _BEFORE_LOCK or step in (Step.START_STREAMING, Step.STREAMING):
             return []
         if step is _LOCKING:
-            self._move(f"{CLIENT}:acquiring_lock", "the replication client is connected")
+            self._move(LOCKING, "the replication client is connected")
+            self._identified = True
             return [
                 Action(Act.EMIT, "waiting_for_connection_lock"),
                 Action(Act.SET_TIMER, Timer.LOCK.value, FIRST_CHECK),
+                # Callers need no lock: the server is known now.
+                *self._start_pools(Role.SNAPSHOT),
             ]
         actions: Actions = []
-        if self.machine.step == f"{CLIENT}:acquiring_lock":
+        if self.machine.step == LOCKING:
             actions += self._locked()
         if step is Step.READY_TO_STREAM:
             actions += self._configured()
@@ -152,7 +161,13 @@ class ManagerCore:
             self._move(f"{POOL}:connecting", "the pools are already open")
             return [*actions, *self._pools_ready()]
         self._move(f"{POOL}:connecting", "the pools were started")
-        return [*actions, Action(Act.START_POOLS)]
+        return [*actions, *self._start_pools(*Role)]
+
+    def _start_pools(self, *roles: Role) -> Actions:
+        """Start those of these pools that this run has not started yet."""
+        new = [role for role in roles if role not in self._started]
+        self._started.update(new)
+        return [Action(Act.START_POOL, role.value) for role in new]
 
     def rewind(self) -> Actions:
         """Restart the stream for a consumer that needs transactions again."""
@@ -176,6 +191,7 @@ class ManagerCore:
         if role in self._ready:
             return actions
         self._ready.add(role)
+        self._pools_worked.add(role)
         if self._ready == set(Role) and self.machine.step == f"{POOL}:connecting":
             actions += self._pools_ready()
         return actions
@@ -226,7 +242,8 @@ class ManagerCore:
             if self.machine.step == CLIENT:
                 return self._start_client("the backoff has elapsed")
             self._move(f"{POOL}:connecting", "the backoff has elapsed")
-            return [Action(Act.START_POOLS)]
+            self._started &= self._ready
+            return self._start_pools(*Role)
         check = Act.BREAK_LOCK if timer is Timer.LOCK else Act.UNBLOCK_SLOT
         return [Action(check), Action(Act.SET_TIMER, timer.value, CHECK_EVERY)]
 
@@ -237,14 +254,16 @@ class ManagerCore:
         if self.machine.step not in _ABOUT_CLIENT:
             return self._not_retryable(diagnosis) or self._restart(diagnosis)
         actions: Actions = []
-        if self.machine.step == f"{CLIENT}:acquiring_lock":
+        if self.machine.step == LOCKING:
             name = "failed_to_acquire_connection_lock"
             actions.append(Action(Act.EMIT, name, detail=str(diagnosis)))
         return actions + (self._not_retryable(diagnosis) or self._retry(CLIENT, diagnosis))
 
     def pool_failed(self, role: Role, diagnosis: Diagnosis) -> Actions:
         """React to a pool that cannot be filled."""
-        if diagnosis.verdict is FaultVerdict.FATAL and self.was_active:
+        if diagnosis.verdict is FaultVerdict.FATAL and (
+            self.was_active or role in self._pools_worked
+        ):
             # The pool retries by itself, and the stream, if there is one, continues.
             return self.pool_repopulating(role, str(diagnosis))
         if self.machine.step != f"{POOL}:connecting":
@@ -258,7 +277,9 @@ class ManagerCore:
     def _not_retryable(self, diagnosis: Diagnosis) -> Actions:
         """Return the actions for an error that a retry cannot fix; none for other errors."""
         text = str(diagnosis)
-        if diagnosis.verdict is FaultVerdict.FATAL and not self.was_active:
+        # A standby has connected before, perhaps days ago.
+        connected = self._identified and self.machine.step == f"{CLIENT}:connecting"
+        if diagnosis.verdict is FaultVerdict.FATAL and not (self.was_active or connected):
             return [Action(Act.EMIT, "config_error", detail=text), Action(Act.GIVE_UP, detail=text)]
         if diagnosis.verdict is FaultVerdict.DROP_SLOT:
             return [Action(Act.EMIT, "warning", detail=text), Action(Act.DROP_SLOT, detail=text)]

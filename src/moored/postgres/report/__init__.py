@@ -4,13 +4,14 @@ from ._events import StackEvent, StackEvents
 from ._explain import explain, explained, lock_words
 from ._health import CONDITIONS, ConnectionState, Health, Persistent, Status, status_of, with_health
 from ._outages import Outages
-from ._phases import CHART, CLIENT, POOL, RUNNING, STREAM, WORDS
+from ._phases import CHART, CLIENT, LOCKING, POOL, RUNNING, STREAM, WORDS
 from ._report import report
 
 __all__ = [
     "CHART",
     "CLIENT",
     "CONDITIONS",
+    "LOCKING",
     "POOL",
     "RUNNING",
     "STREAM",

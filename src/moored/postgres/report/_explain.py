@@ -2,10 +2,10 @@
 
 ::
 
-    waiting: acquiring the lock for 14 s
+    waiting: standby of backend 4711 (application "api-7f9c", from 10.0.0.7, for 3 d)
       because  the lock of moored_slot_default is held by backend 4711 (application "api-7f9c", …)
       because  another instance is active: its slot is streaming
-      so       this instance waits as a standby; nothing is broken; it takes over when backend …
+      so       connections, outbox and listener work here, and changes are streamed there; …
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from moored.kernel import counted, duration
 
 from ._health import Health
-from ._phases import CLIENT, POOL, RUNNING, STREAM, WORDS
+from ._phases import CLIENT, LOCKING, POOL, RUNNING, STREAM, WORDS
 
 __all__ = ["EXPLAINED", "explain", "explained", "lock_words"]
 
@@ -33,7 +33,9 @@ class Words(NamedTuple):
 
 def explain(now: Report) -> str:
     """Return a report as the text of `moored explain`."""
-    head = f"{now['health']}: {WORDS[now['step']]} for {duration(now['for'])}"
+    holder = now["lock"]["holder"]
+    doing = f"{WORDS[now['step']]} for {duration(now['for'])}"
+    head = f"{now['health']}: {doing if holder is None else f'standby of {_who(holder)}'}"
     words = _words(now)
     return explained(head, words.because, words.so, _outage_before(now))
 
@@ -48,11 +50,15 @@ def explained(head: str, because: Sequence[str], so: str, before: Sequence[str] 
 def lock_words(holder: Mapping[str, Any], slot: str) -> tuple[str, str]:
     """Return who holds the lock, and what that means."""
     doing = "its slot is streaming" if holder["streaming"] else "its slot is not active"
-    who = f'application "{holder["application"]}", {_origin(holder)}, for {duration(holder["age"])}'
     return (
-        f"the lock of {slot} is held by backend {holder['pid']} ({who})",
+        f"the lock of {slot} is held by {_who(holder)}",
         f"another instance is active: {doing}",
     )
+
+
+def _who(holder: Mapping[str, Any]) -> str:
+    what = f'application "{holder["application"]}", {_origin(holder)}'
+    return f"backend {holder['pid']} ({what}, for {duration(holder['age'])})"
 
 
 def _origin(holder: Mapping[str, Any]) -> str:
@@ -71,7 +77,7 @@ def _words(now: Report) -> Words:
             "nothing is broken; the next use opens them, and the slot retains the WAL of later "
             "commits",
         )
-    if health is Health.DEGRADED and _short_pools(now):
+    if health is Health.DEGRADED and _short_pools(now) and now["step"] != LOCKING:
         return Words(
             _short_pools(now),
             "changes are still streamed; callers of that pool may have to wait; it opens new "
@@ -103,9 +109,10 @@ def _locking(now: Report) -> Words:
             "its holder is queried every 10 s; only one instance streams, the others wait",
         )
     return Words(
-        list(lock_words(holder, slot)),
-        "this instance waits as a standby; nothing is broken; it takes over when backend "
-        f"{holder['pid']} releases the lock. To stream in parallel, choose another stream_id",
+        [*_short_pools(now), *lock_words(holder, slot)],
+        "connections, outbox and listener work here, and changes are streamed there; this instance "
+        f"takes over when backend {holder['pid']} releases the lock. To stream in parallel, choose "
+        "another stream_id",
     )
 
 
@@ -191,7 +198,7 @@ def _about_consumer(name: str, now: Report) -> Iterator[str]:
 EXPLAINED: Mapping[str, Callable[[Report], Words]] = {
     CLIENT: _between_attempts,
     f"{CLIENT}:connecting": _connecting,
-    f"{CLIENT}:acquiring_lock": _locking,
+    LOCKING: _locking,
     f"{CLIENT}:configuring_connection": _configuring,
     POOL: _between_attempts,
     f"{POOL}:connecting": _filling,

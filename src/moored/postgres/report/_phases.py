@@ -18,16 +18,17 @@ from itertools import pairwise
 
 from moored.kernel import Chart
 
-__all__ = ["CHART", "CLIENT", "POOL", "RUNNING", "STREAM", "WORDS"]
+__all__ = ["CHART", "CLIENT", "LOCKING", "POOL", "RUNNING", "STREAM", "WORDS"]
 
 CLIENT = "start_replication_client"
+LOCKING = f"{CLIENT}:acquiring_lock"
 POOL = "start_connection_pool"
 STREAM = "start_replication_client:start_streaming"
 
 _SETUP = (
     CLIENT,
     f"{CLIENT}:connecting",
-    f"{CLIENT}:acquiring_lock",
+    LOCKING,
     f"{CLIENT}:configuring_connection",
     POOL,
     f"{POOL}:connecting",
@@ -48,7 +49,7 @@ def _moves() -> list[tuple[str, str]]:
 WORDS = {
     CLIENT: "not connected",
     f"{CLIENT}:connecting": "connecting to the server",
-    f"{CLIENT}:acquiring_lock": "acquiring the lock",
+    LOCKING: "acquiring the lock",
     f"{CLIENT}:configuring_connection": "preparing the publication and the slot",
     POOL: "connection pools not connected",
     f"{POOL}:connecting": "opening the connection pools",

@@ -21,7 +21,6 @@ __all__ = ["report"]
 
 #: The number of events in a report.
 EVENTS = 20
-LOCKING = f"{CLIENT}:acquiring_lock"
 CONFIGURING = f"{CLIENT}:configuring_connection"
 
 
@@ -122,7 +121,7 @@ def _slot(of: Stack, manager: Manager, now: float) -> dict[str, Any]:
 def _lock(of: Stack, manager: Manager) -> dict[str, Any]:
     """Return whether this instance holds the lock; during the wait, the known holder."""
     held = of.monitor.conditions()["pg_lock_acquired"].met
-    holder = manager.holder if of.machine.step == LOCKING else None
+    holder = manager.standby_of
     return {"held": held, "holder": None if holder is None else holder._asdict()}
 
 
