@@ -129,6 +129,8 @@ class Reservoir(Generic[C]):
         self.state = "new"
         #: Called when the reservoir is opened, closed or forked, and when the driver is known.
         self.on_change_of_state: Callable[[], None] = lambda: None
+        #: Called before a connection is closed; returns a function to call first, if any.
+        self.on_close: Callable[[Item[C]], Callable[[], Any] | None] = lambda item: None
         self.recipe.on_driver = lambda: self.on_change_of_state()
         self._begin()
         _all.add(self)

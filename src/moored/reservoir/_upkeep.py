@@ -459,6 +459,7 @@ class Upkeep(Generic[C]):
     async def _close_item(self, item: Item[C]) -> None:
         """Close a connection, and then release its lease."""
         try:
+            await self._report_close(item)
             await self._close_and_release(item.conn, item.lease)
         finally:
             with self._lock:
@@ -469,6 +470,14 @@ class Upkeep(Generic[C]):
             self._need.set()
             self._reservoir.note_change()
             await self._leave_when_empty()
+
+    async def _report_close(self, item: Item[C]) -> None:
+        report = self._reservoir.on_close(item)
+        try:
+            if report is not None:
+                await self._call(report)
+        except Exception as error:
+            log.error("%s: a close listener failed: %s", self.name, describe(error), exc_info=error)
 
     async def _close(self, conn: Any) -> None:
         driver = self.recipe.driver

@@ -53,7 +53,7 @@ from moored.leases import sync as leases_sync
 from ._config import ReservoirConfig
 from ._driver import PING_TIMEOUT
 from ._errors import PoolClosed, PoolTimeout, ServerUnreachable
-from ._item import Item, Place
+from ._item import Item
 from ._pool import Pool
 from ._pool_async import AsyncConnectionPool
 from ._pool_threads import PATIENCE, ConnectionPool
@@ -256,7 +256,9 @@ class _Source(ABC, Generic[P]):
         self._parameters: dict[str, Any] = {}
         self._settings = {**settings, "kwargs": self._options}
         # The current pool, and closed ones that may still have connections in use.
-        self._pools: list[P] = [self._make()]
+        self._pools: list[P] = [self._new_pool()]
+        #: The pool that SQLAlchemy sees, which has the records and the listeners.
+        self.keeper: Callable[[], ReservoirPool | None] = lambda: None
         self._settings["name"] = self.pool.name
         # Connections of records that SQLAlchemy is about to initialize, by the id of the record.
         self._arriving: dict[int, tuple[P, Item[Any]] | None] = {}
@@ -326,11 +328,7 @@ class _Source(ABC, Generic[P]):
         home, item = self._take() if found is None else found
         record: Any = connection_record
         record.moored_origin = home, item
-        records = record._ConnectionRecord__pool._records
-        for key, other in list(records.items()):
-            if other.moored_origin[1].place is Place.GONE:
-                del records[key]
-        records[id(item.conn)] = record
+        record._ConnectionRecord__pool._records[id(item.conn)] = record
         return self._adapted(item.conn)
 
     def give_back(self, record: ConnectionPoolEntry) -> None:
@@ -341,12 +339,24 @@ class _Source(ABC, Generic[P]):
         elif home._owns(item):
             home.reservoir.upkeep.later(partial(home.reservoir.discard, item.conn))
 
-    def discard(self, dbapi_connection: Any) -> None:
+    def discard(self, keeper: ReservoirPool, dbapi_connection: Any) -> None:
         """Close a connection that is broken, or was detached or invalidated."""
         conn = self._dialect.get_driver_connection(dbapi_connection)
         for pool in self._pools:
-            if pool.reservoir.pid == os.getpid() and id(conn) in pool.reservoir.core.items:
+            item = pool.reservoir.core.items.get(id(conn))
+            if pool.reservoir.pid == os.getpid() and item is not None:
+                keeper.take_record(item)  # SQLAlchemy has called the listeners
                 pool.reservoir.upkeep.later(partial(pool.reservoir.discard, conn))
+
+    def _on_close(self, item: Item[Any]) -> Callable[[], Any] | None:
+        """Return what the reservoir calls before it closes a connection that SQLAlchemy knows."""
+        keeper = self.keeper()
+        record = None if keeper is None else keeper.take_record(item)
+        if keeper is None or record is None or not keeper.dispatch.close:
+            return None
+        report = partial(keeper.report_close, record)
+        # A listener of an async engine may call methods of the connection that await.
+        return partial(concurrency.greenlet_spawn, report) if self._dialect.is_async else report
 
     def ping_ready(self) -> None:
         """Ping every ready connection, because one was lost."""
@@ -387,8 +397,13 @@ class _Source(ABC, Generic[P]):
         """
         former, *older = self._pools
         left = [pool for pool in older if pool.reservoir.core.items]
-        self._pools = [self._make(), former, *left]
+        self._pools = [self._new_pool(), former, *left]
         return former
+
+    def _new_pool(self) -> P:
+        pool = self._make()
+        pool.reservoir.on_close = self._on_close
+        return pool
 
     def _on_engine_collected(self) -> None:
         """Close the pool of an engine that was garbage-collected without `dispose()`."""
@@ -538,6 +553,8 @@ class _Asyncio(_Source[AsyncConnectionPool[Any]]):
             pool.reservoir.state = "closed"
         elif pool._loop is None or pool._loop.is_closed():
             pool._abandon()
+            if (keeper := self.keeper()) is not None:
+                keeper.report_abandoned(pool)
         elif pool._loop is not asyncio._get_running_loop():
             self._close_soon(pool)
         else:
