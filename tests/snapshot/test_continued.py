@@ -22,6 +22,7 @@ from moored.postgres import (
     Transaction,
 )
 
+from .mirror import Copy, contents
 from .orders import LIMIT, ROWS, column, copied, item_of
 
 
@@ -132,6 +133,27 @@ async def test_a_renamed_key_begins_the_copy_again_and_a_renamed_column_is_an_er
             await sql.execute("insert into orders values (100, 'new', 80)")
             with pytest.raises(ConfigurationError, match="have no column name: it was renamed"):
                 await item_of(follow)
+
+
+async def test_an_unchanged_large_value_of_a_row_that_was_copied_again_is_not_lost(
+    make: MakePostgres, sql: Sql, streamed_url: str
+) -> None:
+    """The second reading has the row under its new key; the server does not send the value."""
+    await sql.execute(
+        "alter table orders alter name set storage external; "
+        "update orders set name = repeat('long ', 2000) where id = 1"
+    )
+    copy = Copy("id")
+    async with make() as pg:
+        async with pg.follow("orders", consumer="c") as follow:
+            assert isinstance(await item_of(follow), Rows)
+        await sql.execute("update orders set id = 0 where id = 1")
+        async with pg.follow("orders", consumer="c") as follow:
+            for _ in range(2):
+                item = await item_of(follow)
+                copy.apply(item)
+                await item.ack()
+    assert not copy.differences(await contents(streamed_url, "orders", "id"))
 
 
 async def test_a_copy_begins_after_its_table_was_published_again(

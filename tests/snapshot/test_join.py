@@ -1,14 +1,19 @@
-"""The core that joins snapshots and stream: simulated schedules, and planted defects."""
+"""The cores of a follower, and of joining: simulated schedules, and planted defects."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.mutants import planted_defects
 
+from moored.postgres import RESUME, CopyPosition, Lsn
+from moored.postgres.snapshot._follow_core import FollowCore, SavedCopy, Ticket
 from moored.postgres.snapshot._join import ChangePart, Chunk, CopyState, Placed, Sight
+from moored.postgres.snapshot._position import CopyVersion
 from moored.testing import Mutant, Sim, assert_caught, mutant, run_one, scaled, simulate
 
 from .world import KEYS, AtLeastOnce, Exact, SimulatedTable, TwoAtOnce, write
@@ -41,6 +46,7 @@ def test_the_schedules_reach_every_case() -> None:
     saw: Counter[str] = Counter()
     wanted = {f"{part.value} of a row" for part in ChangePart} | {
         "a crash", "a chunk again", "an earlier snapshot", "begun again", "whole of truncate",
+        "rows deleted",
     }  # fmt: skip
     for seed in range(300):
         saw += run_one(scenario, seed).result()
@@ -115,6 +121,56 @@ def _truncates_partly(self: CopyState, xid: int, end: int, changes: Any) -> Any:
     return joined._replace(kept=truncates + joined.kept)
 
 
+def _none_resumes(self: FollowCore, saved: SavedCopy | None, acknowledged: Lsn) -> bool:
+    """A consumer without a position goes on from the state file: its rows are never copied."""
+    self._start = RESUME if self._start is None else self._start
+    return _load(self, saved, acknowledged)
+
+
+def _none_repeats(self: FollowCore, saved: SavedCopy | None, acknowledged: Lsn) -> bool:
+    """A consumer without a position gets a chunk that it may have, joined with its first sight."""
+    if self._start is None and saved is not None and saved.acked == 0:
+        self._start = RESUME
+    return _load(self, saved, acknowledged)
+
+
+def _position_repeats(self: FollowCore, saved: SavedCopy | None, acknowledged: Lsn) -> bool:
+    """A consumer with a position gets the chunks after it, joined with their first sights."""
+    found = _load(self, saved, acknowledged)
+    if isinstance(self._start, CopyPosition) and saved is not None:
+        self._again = list(saved.state.chunks[len(self.state.chunks) :])
+    return found
+
+
+def _never_again(self: FollowCore, saved: SavedCopy | None, acknowledged: Lsn) -> bool:
+    """Chunks that were not acknowledged are taken for delivered."""
+    if saved is not None:
+        saved = saved._replace(acked=len(saved.state.chunks))
+    return _load(self, saved, acknowledged)
+
+
+def _at_the_second_sight(self: FollowCore, chunk: Chunk) -> None:
+    """A chunk that is copied again is joined with its second snapshot: deleted rows stay."""
+    self._again = self._again[1:]
+    self.state = self.state.copied(chunk)
+
+
+def _of_any_generation(self: FollowCore, ticket: Ticket, passed: Callable[[], int]) -> bool:
+    """An acknowledgement from before a `Reset` acknowledges the chunks of the next copy."""
+    return _acknowledge(self, ticket._replace(generation=self._generation), passed)
+
+
+def _acknowledges_all(self: FollowCore, ticket: Ticket, passed: Callable[[], int]) -> bool:
+    """An acknowledgement counts for the chunks that were delivered after it, too."""
+    return _acknowledge(self, self.ticket(), passed)
+
+
+def _saves_delivered(self: FollowCore, version: CopyVersion) -> SavedCopy:
+    """The chunks that are still to be copied again are not stored."""
+    return _saved(self, version)._replace(state=self.state)
+
+
+_load, _acknowledge, _saved = FollowCore.load, FollowCore.acknowledge, FollowCore.saved
 _sees, _part, _lacks, _join = Sight.sees, CopyState._part, CopyState.lacks, CopyState.join
 
 MUTANTS = (
@@ -130,12 +186,24 @@ MUTANTS = (
     mutant(CopyState, "lacks", _early, name="a change before its chunk"),
     mutant(CopyState, "settled", _settled_by_the_last, name="the last chunk has the last snapshot"),
     mutant(CopyState, "join", _truncates_partly, name="truncated too much"),
+    mutant(FollowCore, "load", _none_resumes, name="deleted rows are never copied again"),
+    mutant(FollowCore, "load", _none_repeats, name="a chunk again for a consumer without it"),
+    mutant(FollowCore, "load", _position_repeats, name="a chunk again after a position"),
+    mutant(FollowCore, "load", _never_again, name="an unacknowledged chunk is lost"),
+    mutant(FollowCore, "copied", _at_the_second_sight, name="joined with the second sight"),
+    mutant(FollowCore, "acknowledge", _of_any_generation, name="acknowledged before the reset"),
+    mutant(FollowCore, "acknowledge", _acknowledges_all, name="acknowledged before delivery"),
+    mutant(FollowCore, "saved", _saves_delivered, name="chunks to repeat are forgotten"),
 )
 
 
-@pytest.mark.parametrize("planted", MUTANTS, ids=lambda each: each.name)
+#: They need two crashes, or a crash after a reset.
+LATE = "acknowledged before the reset", "chunks to repeat are forgotten"
+
+
+@pytest.mark.parametrize("planted", planted_defects(MUTANTS, *LATE))
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:
-    assert_caught(scenario, planted, within=400, clean=2)
+    assert_caught(scenario, planted, within=4000 if planted.name in LATE else 400, clean=2)
 
 
 # -- rules, one by one ---------------------------------------------------------------------------
@@ -168,6 +236,19 @@ def test_a_state_survives_its_text() -> None:
         (Chunk(("5", "a"), Sight(9, frozenset({3})), 77), Chunk(None, Sight(9, frozenset()), 78))
     )
     assert CopyState.load(state.dump()) == state
+
+
+def test_rows_that_were_copied_again_are_as_new_as_their_second_snapshot() -> None:
+    """Else a change in between is taken for one of rows as they were before it."""
+    first, second = (
+        Chunk(None, Sight(xmax, frozenset()), end) for xmax, end in ((9, 70), (12, 90))
+    )
+    core = FollowCore(RESUME)
+    assert core.load(SavedCopy(CopyVersion(), 0, CopyState((first,))), Lsn(60))
+    core.copied(second)
+    assert core.state.join(10, 80, [Placed("x", 0, 0)]).kept == [("x", ChangePart.WHOLE)]
+    assert not core.state.settled(90)
+    assert core.state.settled(91)
 
 
 def test_forgotten_chunks_get_every_later_change() -> None:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import bisect
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from moored.postgres import RESUME, CopyPosition, History, Lsn, Position
+from moored.postgres._position import Resume
+from moored.postgres.snapshot._follow_core import FollowCore, SavedCopy, Ticket
 from moored.postgres.snapshot._join import ChangePart, Chunk, CopyState, Placed, Sight
+from moored.postgres.snapshot._position import CopyVersion
 from moored.testing import Sim
 
 __all__ = ["KEYS", "AtLeastOnce", "Exact", "SimulatedTable", "TwoAtOnce", "write"]
@@ -98,7 +102,7 @@ async def write(sim: Sim, table: SimulatedTable, transactions: int) -> None:
     rng = sim.rng
     for _ in range(transactions):
         await asyncio.sleep(sim.random(0, 0.3))
-        truncates = rng.random() < 0.03
+        truncates = rng.random() < 0.05
         wanted = set(range(KEYS)) if truncates else set(rng.sample(range(KEYS), rng.randint(1, 3)))
         if wanted & table.locked:
             continue
@@ -132,68 +136,149 @@ async def write(sim: Sim, table: SimulatedTable, transactions: int) -> None:
         table.locked -= wanted
 
 
+HISTORY, VERSION = History("1", 1), CopyVersion("orders", "id", "published")
+
+
 class Exact:
-    """A consumer that stores the position with its effect: each change has its effect once."""
+    """A consumer that stores the position with its effect: each change has its effect once.
+
+    Its rows are deleted now and then, and the position with them.
+    """
 
     def __init__(self, sim: Sim, table: SimulatedTable) -> None:
         self._sim = sim
         self._table = table
-        self.rows: dict[int, str] = {}
         self.saw: Counter[str] = Counter()
-        # What is stored: the next transaction of the stream, and the state of the copy.
-        self._next = len(table.wal)
-        self._state = CopyState()
+        # What is stored by the consumer: its rows, and its position.
+        self.rows: dict[int, str] = {}
+        self._position: str | None = None
+        # What the state file has: the copy, and the acknowledged position of the stream.
+        self._saved: SavedCopy | None = None
+        self._acknowledged = table.lsn
 
     async def run(self, over: asyncio.Event) -> None:
         """Copy and follow the table until the writers have ended and everything was read."""
-        rng = self._sim.rng
-        while not over.is_set() or self._next < len(self._table.wal) or not self._state.complete:
+        while not await self._live(over):
+            self.saw["a crash"] += 1
+            if self._sim.rng.random() < 0.1:
+                self._delete()
+
+    def _delete(self) -> None:
+        self.saw["rows deleted"] += 1
+        self.rows.clear()
+        self._position = None
+
+    def _start(self) -> CopyPosition | Resume | None:
+        return None if self._position is None else CopyPosition.parse(self._position)
+
+    async def _live(self, over: asyncio.Event) -> bool:
+        """Follow until the process crashes; return True if everything was read instead."""
+        rng, start = self._sim.rng, self._start()
+        self._core = FollowCore(start)
+        at = start.position.lsn if isinstance(start, CopyPosition) else self._acknowledged
+        self._next = bisect.bisect_right([commit.end for commit in self._table.wal], at)
+        # The items that were not acknowledged yet, and the ends of transactions among them.
+        self._open: deque[tuple[Ticket, int | None]] = deque()
+        self._read: tuple[dict[int, str], Chunk] | None = None
+        if not self._core.load(self._saved, Lsn(self._acknowledged)):
+            await self._begin()
+        while not over.is_set() or self._next < len(self._table.wal) or not self._complete:
             await asyncio.sleep(self._sim.random(0, 0.3))
             if rng.random() < 0.05:
-                self._crash()
+                return False
+            if rng.random() < 0.2 and not self._acknowledge():
+                return False
             commit = self._table.wal[self._next] if self._next < len(self._table.wal) else None
-            if commit is not None and self._state.ready(commit.xid, commit.end):
-                self._consume(commit)
-            elif not self._state.complete and rng.random() < 0.5:
-                self._copy()
-            elif rng.random() < 0.2:
-                self._state = self._state.forget(self._lsn())
+            if commit is not None and self._core.state.ready(commit.xid, commit.end):
+                await self._consume(commit)
+            elif not self._complete and rng.random() < 0.6 and not self._copy():
+                return False
+        return True
 
-    def _lsn(self) -> int:
-        return self._table.wal[self._next - 1].end if self._next else 0
+    @property
+    def _complete(self) -> bool:
+        return self._core.state.complete
 
-    def _crash(self) -> None:
-        """Continue from what is stored."""
-        self.saw["a crash"] += 1
-        self._state = CopyState.load(self._state.forget(self._lsn()).dump())
+    async def _begin(self) -> None:
+        """Wait for the writers, and begin a copy."""
+        running = set(self._table.running)
+        while running & self._table.running:  # noqa: ASYNC110 - as on a server, without an event
+            await asyncio.sleep(0.05)
+        self._core.begin(Lsn(self._acknowledged))
+        self._save()
 
-    def _copy(self) -> None:
-        self._add(*self._table.copy(self._after()))
+    def _save(self) -> None:
+        self._saved = self._core.saved(VERSION)
+
+    def _copy(self) -> bool:
+        """Read the next chunk, or deliver the one that was read; return False for a crash."""
+        if self._read is None:
+            after, again = self._after(), self._core.again
+            if again is None:
+                self._read = self._table.copy(after)
+            else:
+                self.saw["a chunk again"] += 1
+                through = None if again.through is None else int(again.through[0])
+                self._read = self._table.copy(after, through, most=None)
+            return True
+        (rows, chunk), self._read = self._read, None
+        self._core.copied(chunk)
+        self._save()
+        if self._sim.rng.random() < 0.15:
+            self._acknowledge()  # an earlier item
+            return False
+        self._add(rows)
+        self._delivered(None)
+        return True
 
     def _after(self) -> int | None:
-        after = self._state.after
+        after = self._core.state.after
         return None if after is None else int(after[0])
 
-    def _add(self, rows: dict[int, str], chunk: Chunk) -> None:
+    def _add(self, rows: dict[int, str]) -> None:
         assert not rows.keys() & self.rows.keys(), "a row was copied twice"
         self.rows |= rows
-        self._state = self._state.copied(chunk)
         self.saw["a chunk"] += 1
 
-    def _consume(self, commit: Commit) -> None:
-        if self._state.settled(commit.end):
-            self._next += 1
+    def _delivered(self, end: int | None) -> None:
+        """Store the position with the effect of an item."""
+        self._position = str(self._core.position(HISTORY, VERSION))
+        self._open.append((self._core.ticket(), end))
+
+    def _acknowledge(self) -> bool:
+        """Acknowledge the first item that is open; return False for a crash in between."""
+        if not self._open:
+            return True
+        ticket, end = self._open.popleft()
+        if self._core.acknowledge(ticket, lambda: self._acknowledged):
+            self._save()
+        if self._sim.rng.random() < 0.1:
+            return False
+        if end is not None:
+            self._acknowledged = max(self._acknowledged, end)
+        return True
+
+    async def _consume(self, commit: Commit) -> None:
+        self._next += 1
+        state = self._core.state
+        self._core.lsn = Lsn(commit.end)
+        if state.settled(commit.end):
             for change in commit.changes:
                 self._apply(change, ChangePart.WHOLE)
-            return
-        joined = self._state.join(commit.xid, commit.end, map(self._placed, commit.changes))
-        self._next += 1
-        if joined.begin_again:
-            self.saw["begun again"] += 1
-            self.rows.clear()
-            self._state = CopyState()
-        for change, part in joined.kept:
-            self._apply(change, part)
+        else:
+            joined = state.join(commit.xid, commit.end, map(self._placed, commit.changes))
+            if joined.begin_again:
+                self.saw["begun again"] += 1
+                self.rows.clear()
+                self._position = None
+                self._core.void()
+                self._read = None
+                await self._begin()
+                self._open.append((self._core.ticket(), commit.end))
+                return
+            for change, part in joined.kept:
+                self._apply(change, part)
+        self._delivered(commit.end)
 
     def _placed(self, change: RowChange | str) -> Placed:
         if isinstance(change, str):
@@ -201,7 +286,7 @@ class Exact:
         return Placed(change, self._place(change.old), self._place(change.new))
 
     def _place(self, key: int | None) -> int | None:
-        bounds = [int(bound) for (bound,) in self._state.bounds]
+        bounds = [int(bound) for (bound,) in self._core.state.bounds]
         return None if key is None else bisect.bisect_left(bounds, key)
 
     def _apply(self, change: RowChange | str, part: ChangePart) -> None:
@@ -225,65 +310,44 @@ class TwoAtOnce(Exact):
 
     async def run(self, over: asyncio.Event) -> None:
         """Read some chunks, or all, before the stream is consumed."""
-        while not self._state.complete and self._sim.rng.random() < 0.8:
-            after = self._after()
+        state = CopyState()
+        while not state.complete and self._sim.rng.random() < 0.8:
+            after = None if state.after is None else int(state.after[0])
             _, first = self._table.copy(after)
-            second = None
-            if first.through is not None:
-                most = self._sim.rng.choice([CHUNK, None])
-                second = self._table.copy(int(first.through[0]), most=most)
-                await asyncio.sleep(self._sim.random(0, 0.5))
             through = None if first.through is None else int(first.through[0])
-            self._add(*self._table.copy(after, through, most=None))
-            if second is not None:
-                self._add(*second)
+            ahead = None
+            if through is not None:
+                most = self._sim.rng.choice([CHUNK, None])
+                ahead = self._table.copy(through, most=most)
+                await asyncio.sleep(self._sim.random(0, 0.5))
+            for rows, chunk in (self._table.copy(after, through, most=None), ahead or ({}, None)):
+                self._add(rows)
+                state = state if chunk is None else state.copied(chunk)
+            if ahead is not None:
                 self.saw["an earlier snapshot"] += 1
+        if state.chunks:
+            position = Position(HISTORY, Lsn(self._acknowledged))
+            self._position = str(CopyPosition(position, state, VERSION))
         await super().run(over)
 
 
 class AtLeastOnce(Exact):
-    """A consumer that acknowledges a while after its effect: a crash repeats what is between.
+    """A consumer that only acknowledges, a while after its effect: a crash repeats what is between.
 
-    Chunks are recorded before they are delivered. After a crash, the unacknowledged ones are copied
-    again, and the changes after their first snapshots are delivered again.
+    If its rows are deleted, it begins a new copy once.
     """
 
-    def __init__(self, sim: Sim, table: SimulatedTable) -> None:
-        super().__init__(sim, table)
-        self._acknowledged = self._next
-        self._acked = 0
-        self._again: list[Chunk] = []
+    def _start(self) -> CopyPosition | Resume | None:
+        start, self._position = None if self._position == "deleted" else RESUME, None
+        return start
 
-    def _crash(self) -> None:
-        self.saw["a crash"] += 1
-        self._next = self._acknowledged
-        chunks = self._state.chunks
-        self._state = CopyState(chunks[: self._acked])
-        self._again = [*chunks[self._acked :], *self._again]
+    def _delete(self) -> None:
+        super()._delete()
+        self._position = "deleted"
 
-    def _copy(self) -> None:
-        if not self._again:
-            rows, chunk = self._table.copy(self._after())
-        else:
-            self.saw["a chunk again"] += 1
-            chunk = self._again.pop(0)
-            through = None if chunk.through is None else int(chunk.through[0])
-            rows, _ = self._table.copy(self._after(), through, most=None)
+    def _add(self, rows: dict[int, str]) -> None:
         self.rows |= rows
-        self._state = self._state.copied(chunk)
         self.saw["a chunk"] += 1
-        self._acknowledge()
-
-    def _consume(self, commit: Commit) -> None:
-        super()._consume(commit)
-        if not self._state.chunks:  # begun again, which is stored at once
-            self._acked, self._acknowledged, self._again = 0, self._next, []
-        self._acknowledge()
-
-    def _acknowledge(self) -> None:
-        if self._sim.rng.random() < 0.4:
-            # An acknowledged transaction includes the chunks that were delivered before it.
-            self._acked, self._acknowledged = len(self._state.chunks), self._next
 
     def _apply(self, change: RowChange | str, part: ChangePart) -> None:
         if isinstance(change, str):

@@ -92,20 +92,21 @@ class JoinedTransaction(Transaction):
 
 async def delivered(
     reader: TableReader, state: CopyState, txn: Transaction, *, where: bool, columns: bool
-) -> tuple[list[Delivered] | None, CopyState]:
-    """Return what must be delivered of a transaction, and the state of the copy after it.
+) -> tuple[list[Delivered] | None, int | None]:
+    """Return what must be delivered of a transaction; None if the copy must begin again.
 
-    The changes are None if the copy must begin again.
+    Also return the LSN up to which rows were read from the server; None if none were.
 
     :param where: whether the copy has a condition: then the changed rows are read from the server.
     :param columns: whether only some columns are delivered.
     """
     joined = await _join(reader, state, txn)
     if joined.begin_again:
-        return None, state
+        return None, None
     if where:
-        return await _read_again(reader, txn, joined), state
+        return await _read_again(reader, txn, joined), None
     made: list[Delivered] = []
+    read: int | None = None
     for change, part in joined.kept:
         if not isinstance(change, Change):
             made.append(change)
@@ -121,8 +122,7 @@ async def delivered(
             # The consumer may not have the row whose values the server did not send.
             key = reader.table.key_of(new, old)
             if key != reader.table.key_of(old or {}):
-                found, limit = await reader.current(txn.xid, [key])
-                state = state.stretched(limit)
+                found, read = await reader.current(txn.xid, [key])
                 if part is ChangePart.WHOLE:
                     made.append(_change(Delete, change.relation, old, None))
                 made += [_change(Insert, change.relation, None, row) for row in found.values()]
@@ -132,7 +132,7 @@ async def delivered(
         elif part is ChangePart.WRITE:
             change = _change(Insert, change.relation, None, new)
         made.append(change)
-    return ([_only(reader, each) for each in made] if columns else made), state
+    return ([_only(reader, each) for each in made] if columns else made), read
 
 
 async def _join(reader: TableReader, state: CopyState, txn: Transaction) -> Joined:

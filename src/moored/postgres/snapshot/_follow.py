@@ -13,10 +13,11 @@ from moored.kernel import start_task
 
 from .._errors import PostgresError
 from .._lsn import Lsn
-from .._position import RESUME, Position, Resume
+from .._position import Resume
 from ..consume import Changes, Hub, Reset, StateStore, Transaction, stored
 from ..decode import Row
 from ._delivery import JoinedTransaction, Rows, delivered
+from ._follow_core import FollowCore, SavedCopy, Ticket
 from ._join import Chunk, CopyState
 from ._position import CopyPosition, CopyProgress, CopyVersion
 from ._reader import TableReader, TransactionLost, end_task
@@ -32,10 +33,6 @@ LOOK_EVERY = 1.0
 
 Item = Rows | Transaction | Reset
 _TRUNCATED = "the table was truncated while it was copied"
-_OTHER = "the consumer had a copy of another table, or with another where= or columns="
-_ALTERED = "the table was altered since its copy began"
-_UNPUBLISHED = "the table was not published when its snapshot began, or not all the time since then"
-_KEYLESS = "the table has no primary key, so its copy cannot be continued"
 
 
 class CopiedRows(NamedTuple):
@@ -51,18 +48,18 @@ class SavedCopies:
     def __init__(self, store: StateStore) -> None:
         self._store = store
 
-    def load(self, consumer: str) -> tuple[CopyVersion, int, CopyState] | None:
-        """Return the version of the table, the acknowledged chunks, and all chunks."""
+    def load(self, consumer: str) -> SavedCopy | None:
+        """Return the state of a copy; None if there is none."""
         text = self._store.fact(f"copy {consumer}")
         if text is None:
             return None
         version, acked, *chunks = json.loads(text)
-        return CopyVersion.parse(version), acked, CopyState.load(chunks)
+        return SavedCopy(CopyVersion.parse(version), acked, CopyState.load(chunks))
 
-    def save(self, consumer: str, version: CopyVersion, acked: int, state: CopyState) -> None:
+    def save(self, consumer: str, saved: SavedCopy) -> None:
         """Store the state of a copy."""
-        text = json.dumps([str(version), acked, *state.dump()], separators=(",", ":"))
-        self._store.set_fact(f"copy {consumer}", text)
+        data = [str(saved.version), saved.acked, *saved.state.dump()]
+        self._store.set_fact(f"copy {consumer}", json.dumps(data, separators=(",", ":")))
 
     def drop(self, consumer: str) -> None:
         """Remove the state of a copy."""
@@ -106,17 +103,9 @@ class Follow:
         self._meter = meter
         self._partial = {"where": where, "columns": columns}
         self._begins_again = begin_again
-        self._start = start
+        self._core = FollowCore(start)
         self.name = changes.name
-        self._state = CopyState()
-        # Chunks that were delivered before a crash, and not acknowledged: they are copied again.
-        self._again: list[Chunk] = []
-        # The numbers of the acknowledged chunks, and of those that were merged. A copy that begins
-        # again is another generation.
-        self._acked = self._merged = self._generation = 0
-        self._unsaved = False
         self._saving = asyncio.Lock()
-        self._lsn = Lsn(0)
         self._pending: Transaction | Reset | None = None
         self._streaming: asyncio.Task[Any] | None = None
         self._copying: asyncio.Task[Any] | None = None
@@ -145,7 +134,7 @@ class Follow:
 
     async def _unjoined(self) -> Transaction | None:
         """Return the next transaction if it needs no task, which takes longer than the rest."""
-        if not self._state.complete or self._streaming is not None or self._pending is not None:
+        if not self._complete or self._streaming is not None or self._pending is not None:
             return None
         found = self._pending = await anext(self._changes)
         whole = self._whole(found) if isinstance(found, Transaction) else None
@@ -173,7 +162,11 @@ class Follow:
     @property
     def progress(self) -> CopyProgress:
         """How much of the table is copied, and how fast."""
-        return self._meter.progress._replace(complete=self._state.complete)
+        return self._meter.progress._replace(complete=self._complete)
+
+    @property
+    def _complete(self) -> bool:
+        return self._core.state.complete
 
     # -- the items -------------------------------------------------------------------------------
 
@@ -222,14 +215,14 @@ class Follow:
                 raise self._changes._error or StopAsyncIteration
             pending = self._pending
             if isinstance(pending, Reset) or (
-                pending is not None and self._state.ready(pending.xid, pending.position.lsn)
+                pending is not None and self._core.state.ready(pending.xid, pending.position.lsn)
             ):
                 self._pending = None
                 return pending
             if pending is None and self._streaming is None:
                 self._streaming = start_task(self._changes.__anext__())
-            if self._copying is None and not self._state.complete:
-                self._copying = start_task(self._copy(self._state))
+            if self._copying is None and not self._complete:
+                self._copying = start_task(self._copy())
             tasks = [each for each in (self._streaming, self._copying) if each is not None]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if (streaming := self._streaming) is not None and streaming.done():
@@ -240,27 +233,24 @@ class Follow:
                 found: CopiedRows = copying.result()
                 return found
 
-    async def _copy(self, state: CopyState) -> CopiedRows:
-        again = self._again[0] if self._again else None
-        through = again.through if again else await self._reader.bound(state.after)
-        results, chunk = await self._reader.read(self._reader.rows, state.after, through)
+    async def _copy(self) -> CopiedRows:
+        after, again = self._core.state.after, self._core.again
+        through = again.through if again else await self._reader.bound(after)
+        results, chunk = await self._reader.read(self._reader.rows, after, through)
         rows: list[Row] = []
         for result in results:
             for some in self._reader.load(result):
                 rows += some
                 await asyncio.sleep(0)
-        return CopiedRows(rows, again or chunk)
+        return CopiedRows(rows, chunk)
 
     async def _chunk(self, rows: list[Row], chunk: Chunk) -> Rows:
-        self._state = self._state.copied(chunk)
-        del self._again[:1]
-        # First stored, then delivered: after a crash, the changes since this snapshot must follow,
-        # whatever another snapshot contains.
-        await self._save()
-        if self._state.complete:
+        self._core.copied(chunk)
+        await self._save()  # before it is delivered
+        if self._complete:
             self._meter.end()
         else:
-            self._copying = start_task(self._copy(self._state))
+            self._copying = start_task(self._copy())
         self._meter.count(len(rows))
         return Rows(self._reader.table.name, rows, self._position(), self._acknowledger())
 
@@ -268,56 +258,39 @@ class Follow:
         """Return what is delivered of a transaction; None if the copy must begin again."""
         if (whole := self._whole(txn)) is not None:
             return whole
-        self._lsn = txn.position.lsn
-        before = self._state
-        changes, self._state = await delivered(self._reader, before, txn, **self._partial)
-        self._unsaved |= self._state is not before
+        self._core.lsn = txn.position.lsn
+        changes, limit = await delivered(self._reader, self._core.state, txn, **self._partial)
+        if limit is not None:
+            self._core.stretch(limit)
         if changes is None:
             return None
         return JoinedTransaction(txn, changes, self._position(), self._acknowledger())
 
     def _whole(self, txn: Transaction) -> Transaction | None:
         """Return a transaction of which no chunk contains any change; None for others."""
-        settled = self._state.settled(txn.position.lsn) and self._acked == self._number
-        if not settled or any(self._partial.values()):
+        if not self._core.state.settled(txn.position.lsn) or any(self._partial.values()):
             return None
-        self._lsn = txn.position.lsn
+        self._core.lsn = txn.position.lsn
         return JoinedTransaction(txn, None, self._position(), self._acknowledger())
 
     def _position(self) -> CopyPosition:
         assert self._hub.history is not None
-        position = Position(self._hub.history, self._lsn)
-        return CopyPosition(position, self._state, self._reader.table.version)
+        return self._core.position(self._hub.history, self._reader.table.version)
 
     # -- begin and continue ----------------------------------------------------------------------
 
     async def _load(self) -> None:
         """Wait until the table is published, and continue a copy, or begin one."""
         await self._published()
-        version, chunks, start = CopyVersion(), CopyState(), self._start
-        if isinstance(start, CopyPosition):
-            version, chunks = start.version, start.state
-            self._acked = len(chunks.chunks)
-        elif start is RESUME and (saved := self._saved.load(self.name)) is not None:
-            version, self._acked, chunks = saved
-        if not chunks.chunks:
+        if not self._core.load(self._saved.load(self.name), self._acknowledged()):
             await self._begin()
             return
         table = await self._reader.describe()
-        stored = isinstance(start, CopyPosition)
-        self._lsn = start.position.lsn if isinstance(start, CopyPosition) else self._acknowledged()
-        self._state = CopyState(chunks.chunks[: self._acked])
-        self._again = list(chunks.chunks[self._acked :])
-        if version.source != table.version.source:
-            self._pending = Reset(_OTHER)
-        elif stored and version.published != table.version.published:
-            self._pending = Reset(_UNPUBLISHED)
-        elif self._state.complete:
+        reason = self._core.obstacle(table.version, keyed=bool(table.key))
+        if reason is not None:
+            self._pending = Reset(reason)
+        elif self._complete:
             return
-        elif version.columns != table.version.columns:
-            self._pending = Reset(_ALTERED)
-        elif not table.key:
-            self._pending = Reset(_KEYLESS)
         self._meter.begin(table.qualified, table.estimated, "continued")
 
     async def _published(self) -> None:
@@ -335,15 +308,13 @@ class Follow:
                     raise self._changes._error or StopAsyncIteration from None
 
     async def _void(self) -> None:
-        """Forget what was delivered; its acknowledgements have no effect any more."""
         await self._end_copying()
-        self._generation += 1
-        self._state, self._again, self._acked, self._merged = CopyState(), [], 0, 0
+        self._core.void()
 
     async def _begin(self) -> None:
         self._attachment = self._changes._attachment
         await self._reader.begin()
-        self._lsn = self._acknowledged()
+        self._core.begin(self._acknowledged())
         await self._save()
         table = self._reader.table
         how = "in chunks" if table.key else "with one snapshot, because it has no primary key"
@@ -355,31 +326,17 @@ class Follow:
 
     # -- acknowledgements ------------------------------------------------------------------------
 
-    @property
-    def _number(self) -> int:
-        """The number of the last chunk."""
-        return self._merged + len(self._state.chunks)
-
     def _acknowledger(self) -> Any:
-        return partial(self._acknowledge, self._generation, self._number)
+        return partial(self._acknowledge, self._core.ticket())
 
-    async def _acknowledge(self, generation: int, number: int) -> None:
-        if generation != self._generation or (number <= self._acked and not self._unsaved):
-            return
-        self._acked = max(number, self._acked)
-        # Chunks whose snapshots the stored position has passed are merged into one.
-        before = len(self._state.chunks)
-        passed = self._saved.acknowledged(self.name)
-        self._state = self._state.forget(passed, self._acked - self._merged)
-        self._merged += before - len(self._state.chunks)
-        await self._save()
+    async def _acknowledge(self, ticket: Ticket) -> None:
+        if self._core.acknowledge(ticket, partial(self._saved.acknowledged, self.name)):
+            await self._save()
 
     async def _save(self) -> None:
         async with self._saving:  # in the order of the calls
-            self._unsaved = False
-            state = CopyState((*self._state.chunks, *self._again))
-            version, acked = self._reader.table.version, self._acked - self._merged
-            await stored(self._saved.save, self.name, version, acked, state)
+            saved = self._core.saved(self._reader.table.version)
+            await stored(self._saved.save, self.name, saved)
 
     # -- tasks -----------------------------------------------------------------------------------
 
@@ -395,5 +352,5 @@ class Follow:
         await end_task(streaming)
 
     def __repr__(self) -> str:
-        state = "following" if self._state.complete else "copying"
+        state = "following" if self._complete else "copying"
         return f"<Follow of {self._reader.name} by {self.name!r}: {state}, {self.progress}>"
