@@ -285,7 +285,7 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
     with psycopg.connect(postgres_url, autocommit=True) as conn:
         conn.execute("create table orders (id int primary key)")
 
-    @app.consumer(pg, "search", tables=["orders"])
+    @app.consumer(pg, "search", tables=["orders"], required=True)
     async def index(txn: Transaction | Reset) -> None:
         await seen.put(txn)
 
@@ -387,7 +387,7 @@ async def test_a_consumer_that_fails_is_ready_when_it_has_handled_the_transactio
     with psycopg.connect(postgres_url, autocommit=True) as conn:
         conn.execute("create table orders (id int primary key)")
 
-    @app.consumer(pg, "search", tables=["orders"])
+    @app.consumer(pg, "search", tables=["orders"], required=True)
     async def index(txn: Transaction | Reset) -> None:
         nonlocal calls
         calls += 1

@@ -112,3 +112,27 @@ def test_a_consumer_with_a_backlog_at_its_start_becomes_ready(
         until_health(service, "consumer-search", "active")
         assert ready(service) == 200
     assert orders.handled() == list(range(1, 102))
+
+
+def test_a_consumer_that_always_fails_leaves_the_service_ready_and_is_named_everywhere(
+    folder: Path, postgres_url: str
+) -> None:
+    orders = Orders(folder, postgres_url, "{}")
+    orders.write("poison", "2")
+    with orders.served() as service:
+        service.wait_active()
+        orders.insert(1, 2, 3)
+        until_health(service, "consumer-search", "starting")
+        assert ready(service) == 200
+        answer = service.get("/v1/health")
+        assert (answer.status_code, answer.json()["status"]) == (200, "degraded")
+        assert answer.json()["degraded"] == ["consumer-search"]
+        assert "\nmoored_degraded 1.0\n" in service.get("/metrics").text
+        sentence = service.get("/v1/status").json()["sentence"]
+        assert sentence.startswith("The service works, but consumer-search is starting: ")
+        assert "order 2 has no item" in sentence
+        assert "order 2 has no item" in service.get("/v1/explain/consumer-search").text
+        assert orders.handled() == [1]
+        (folder / "poison").unlink()
+        service.wait_active()
+        until(lambda: orders.handled() == [1, 2, 3], "every order is handled")

@@ -97,7 +97,7 @@ async def test_a_framework_starts_serves_and_stops_it(framework: Callable[[App],
     async with served(framework(app)) as asking:
         assert (await asking.get("/hello")).text == "hello"
         health = await asking.get("/moored/v1/health")
-        assert health.json() == {"status": "active", "parts": {"importer": "active"}}
+        assert health.json()["parts"] == {"importer": "active"}
         page = await asking.get("/moored/")
         assert "<title>moored</title>" in page.text
         assert (await asking.get("/moored/static/page.js")).status_code == 200

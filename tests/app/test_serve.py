@@ -59,7 +59,8 @@ def test_serve_runs_the_app_of_a_module(tmp_path: Path) -> None:
     (tmp_path / "orders.py").write_text(ORDERS.format(name="importer"))
     with served(tmp_path) as output:
         answer = httpx.get(f"{address(output)}/v1/health", timeout=30).json()
-    assert answer == {"status": "active", "parts": {"importer": "active", "http": "active"}}
+    parts = {"importer": "active", "http": "active"}
+    assert answer == {"status": "active", "parts": parts, "degraded": []}
 
 
 def test_with_reload_a_changed_file_is_run_anew(tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ def test_the_image_runs_and_the_probes_follow_the_health(tmp_path: Path) -> None
 
     with running("orders:app", cwd=tmp_path, environ=environ) as service:
         port = service.url.rpartition(":")[2]
-        assert answers(port) == [True, False, True, True]
+        assert answers(port) == [False, False, True, True]
         (tmp_path / "there").touch()
         service.wait_for("ready after")
         assert answers(port) == [True, True, True, True]

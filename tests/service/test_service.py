@@ -113,12 +113,13 @@ async def test_health_follows_the_conditions() -> None:
     async with house() as it:
         answer = await it.client.get("/v1/health")
         parts = {"lamp": "starting", "http": "active"}
-        body = {"status": "starting", "parts": parts}
+        body = {"status": "starting", "parts": parts, "degraded": ["lamp"]}
         assert (answer.status_code, answer.json()) == (202, body)
         await it.light()
         await asyncio.wait_for(it.service.first_active, LIMIT)
         answer = await it.client.get("/v1/health")
         assert (answer.status_code, answer.json()["status"]) == (200, "active")
+        assert answer.json()["degraded"] == []
         assert repr(it.service) == f"<Service at {it.service.view.address}: active>"
         it.lamp.broken.set()
         await it.service.monitor.wait_until(lambda status: status == "starting", LIMIT)
@@ -337,6 +338,21 @@ async def test_a_part_may_end_the_service_at_any_time() -> None:
         it.lamp.wiring.fail(ServiceError("no bulb"))
         with pytest.raises(MooredError, match="no bulb"):
             await it.service.first_active
+
+
+async def test_the_three_probes_ask_for_readiness_for_the_first_one_and_for_the_process() -> None:
+    async def probes() -> list[int]:
+        paths = [f"/v1/health?{each}" for each in ("live", "ready", "started")]
+        return [(await it.client.get(path)).status_code for path in paths]
+
+    async with house() as it:
+        assert it.lamp.wiring is not None
+        assert await probes() == [200, 503, 503]
+        await it.light()
+        await asyncio.wait_for(it.service.first_active, LIMIT)
+        assert await probes() == [200, 200, 200]
+        it.lamp.wiring.health("lamp", "failed", "the wrong password")
+        assert await probes() == [200, 503, 200]
 
 
 @pytest.mark.parametrize("word", get_args(Status))

@@ -43,7 +43,7 @@ TAKEN = frozenset(
     {
         *("http", "status", "sentence", "parts", "conditions_of", "kinds", "outages", "version"),
         *("python", "pid", "address", "started_at", "uptime", "conditions", "machines", "tree"),
-        "events",
+        *("events", "ready", "started", "degraded"),
     }
 )
 
@@ -64,8 +64,8 @@ class App:
         api.mount("/moored", app.asgi)            # health, status, metrics and the live page
 
     Every part has a name, which is its place in the tree, the status, `explain` and the metrics.
-    `required=False` lets the app be ready without it (degraded), and `after=["db"]` starts it
-    when these parts are ready. An app is started once.
+    `required=False`, the default of brokers and consumers, lets the app be ready without it
+    (degraded), and `after=["db"]` starts it when these parts are ready. An app is started once.
 
     :param name: the name of the service, and of the root of its tree.
     :param config: address, tokens and logging; by default from the environment and moored.toml.
@@ -278,7 +278,7 @@ class App:
         *,
         tables: Iterable[str] = (),
         name: str | None = None,
-        required: bool = True,
+        required: bool = False,
         after: Iterable[str] = (),
     ) -> Callable[[Handle], Handle]:
         """Call the decorated function for each transaction, and acknowledge it when it returns.
@@ -286,6 +286,9 @@ class App:
         It also gets each `Reset`. If it fails, it is called again with the same transaction, after
         a pause. The consumer comes after its Postgres, and is ready when its tables are published:
         a part that comes after it finds each of its own changes delivered.
+
+        :param required: whether the app is not ready while the consumer is not. It is degraded
+            instead by default: an app can serve requests while a transaction waits.
         """
 
         if pg not in self._streams:

@@ -145,7 +145,8 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
     """Show a running service: its conditions, its parts and its tree.
 
     Exits with 0 if the service is ready (active, sleeping, degraded or waiting), with 1 if it is
-    starting or failed, and with 2 if no service responds. Examples:
+    starting or failed, and with 2 if no service responds. A part that is not required makes it
+    degraded at worst; `--json | jq .degraded` lists the parts that do not work. Examples:
 
         moored status --url http://api-1:8089
 

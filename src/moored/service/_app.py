@@ -2,7 +2,7 @@
 
 ================================  =====================================================
 ``GET /v1/health``                the health of the service and its parts: 200, 202 or 503; with
-                                  `?ready` 200 or 503; no token
+                                  `?live`, `?ready` or `?started` 200 or 503; no token
 ``GET /v1/status``                the whole state
 ``GET /v1/explain/{component}``   why a component is in its present state
 ``GET /v1/events``                the state, and events as they happen (server-sent events)
@@ -36,7 +36,7 @@ from ._access import LOCAL_NAMES, LOGIN, AccessControl, refusal
 from ._assets import asset, login_page, page
 from ._config import Config
 from ._feed import Feed
-from ._health import HTTP, READY_STATES
+from ._health import probe
 from ._view import View
 
 __all__ = ["make_app"]
@@ -99,10 +99,12 @@ class _Routes:
     async def health(self, request: Request) -> Response:
         status = self._view.status
         # Without reasons: only callers with the token may read those.
-        body = {"status": status, "parts": self._view.parts()}
-        code = HTTP[status]
-        if "ready" in request.query_params:  # for probes that take 202 for success
-            code = 200 if status in READY_STATES else 503
+        body = {
+            "status": status,
+            "parts": self._view.parts(),
+            "degraded": self._view.degraded(),
+        }
+        code = probe(request.query_params.keys(), status, started=self._view.started())
         return JSONResponse(body, status_code=code, headers={"Cache-Control": "no-store"})
 
     async def status(self, request: Request) -> Response:

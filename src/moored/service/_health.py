@@ -8,7 +8,7 @@ from typing import Literal
 from moored.kernel import Condition
 from moored.postgres import Health
 
-__all__ = ["HTTP", "READY_STATES", "WORKING", "PartHealth", "Status", "worst"]
+__all__ = ["HTTP", "READY_STATES", "WORKING", "PartHealth", "Status", "probe", "worst"]
 
 Status = Literal["active", "sleeping", "degraded", "waiting", "starting", "failed"]
 
@@ -19,6 +19,18 @@ HTTP: Mapping[str, int] = {health.value: health.http for health in Health}
 WORKING: tuple[Status, ...] = ("active", "sleeping", "waiting")
 #: The states of a service that should get requests: `/v1/health?ready` returns 200.
 READY_STATES: tuple[Status, ...] = (*WORKING, "degraded")
+
+
+def probe(asked: Collection[str], status: Status, *, started: bool) -> int:
+    """Return the HTTP status for `?ready`, `?started` or `?live`; without one, for the state.
+
+    A live process answers: that depends on nothing else, because a restart mends no database.
+    """
+    if "ready" in asked:
+        return 200 if status in READY_STATES else 503
+    if "started" in asked:
+        return 200 if started else 503
+    return 200 if "live" in asked else HTTP[status]
 
 
 def worst(states: Iterable[Status]) -> Status:

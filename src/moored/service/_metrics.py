@@ -110,6 +110,8 @@ class _Collector(Collector):
         yield InfoMetricFamily("moored_build", "The versions of Moored and of Python.", build)
         ready = float(view.status in READY_STATES)
         yield gauge("moored_active", "1 while /v1/health?ready answers 200.", (), _one(ready))
+        text = "Parts that do not work, or not fully, whether they are required or not."
+        yield gauge("moored_degraded", text, (), _one(len(view.degraded())))
         yield gauge(
             "moored_health",
             "1 for the part's current health state, 0 for the others.",

@@ -106,6 +106,6 @@ class Part:
     #: How many restarts within how many seconds are allowed, before the whole part and HTTP are
     #: restarted; None for a part whose children wait for a server that may be down for days.
     intensity: tuple[int, float] | None = (3, 5.0)
-    #: Whether the service is not ready while this part is not. Without it the service is degraded
-    #: instead, and `/v1/health` still returns 200.
+    #: Whether the service is not ready while this part is not: it cannot serve requests. Without
+    #: it the service is degraded instead, and `/v1/health` still returns 200.
     required: bool = True

@@ -108,6 +108,7 @@ class Service:
             clock,
             machines=self._wiring.machines,
             systems=self._wiring.systems,
+            started=lambda: self.first_active.done() and not self.first_active.exception(),
             outage_of=self._outages.lines,
             outages=self._outages.as_list,
             address=address_of(config, sockets),

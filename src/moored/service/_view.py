@@ -58,6 +58,8 @@ class View:
     address: str = ""
     #: Returns the last outage of a part as lines of an explanation.
     outage_of: Callable[[str], Iterable[str]] = lambda part: ()
+    #: Returns whether the service has been ready.
+    started: Callable[[], bool] = lambda: False
     #: Returns the last incidents as plain data, the newest first.
     outages: Callable[[], list[dict[str, Any]]] = list
     _began: float = field(init=False)
@@ -75,6 +77,10 @@ class View:
     def parts(self) -> dict[str, Status]:
         """Return the health of each part."""
         return self.part_health.states(self.monitor.conditions())
+
+    def degraded(self) -> list[str]:
+        """Return the parts that do not work, or not fully, whether they are required or not."""
+        return [part for part, state in self.parts().items() if state not in WORKING]
 
     def tree(self) -> Tree:
         """Return the supervision tree, including the trees of the systems."""
@@ -103,6 +109,9 @@ class View:
         """Return the whole state as plain data for JSON."""
         return {
             "status": self.status,
+            "ready": self.status in READY_STATES,
+            "started": self.started(),
+            "degraded": self.degraded(),
             "sentence": self.sentence(),
             "parts": self.parts(),
             "conditions_of": {part: self.part_health.conditions(part) for part in self.parts()},
@@ -127,7 +136,7 @@ class View:
     def sentence(self) -> str:
         """Return how the service is, in one sentence."""
         states = self.parts()
-        bad = {part: state for part, state in states.items() if state not in WORKING}
+        bad = {part: states[part] for part in self.degraded()}
         if not bad:
             standby = ", ".join(part for part in states if states[part] == "waiting")
             also = f"; standing by for another instance: {standby}" if standby else ""
