@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Iterator
 from functools import partial
 from itertools import pairwise
@@ -171,6 +172,29 @@ def test_tables_are_checked_every_minute_and_sooner_while_some_are_not_published
         run_one(scenario, seed).result()
         waits = [after - before for before, after in pairwise(looks)]
         assert max(waits) == pytest.approx(longest)
+
+
+def test_tables_that_consumers_wait_for_are_logged_when_they_change(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [f"tenant_{number}.a_table_with_a_long_name" for number in range(100)]
+
+    async def scenario(sim: Sim) -> None:
+        async def look() -> list[str]:
+            return names if sim.now < 300 else names[:1] if sim.now < 600 else []
+
+        with made(tmp_path) as manager, contextlib.suppress(TimeoutError):
+            manager._publish_tables = look  # type: ignore[method-assign]
+            async with asyncio.timeout(900.0):
+                await manager._keep_published()
+
+    caplog.set_level(logging.INFO, "moored.postgres")
+    run_one(scenario, 0).result()
+    many, single, none = (each.getMessage() for each in caplog.records)
+    assert "and 97 others" in many
+    assert len(many) < 300
+    assert f"not published yet: {names[0]} (" in single
+    assert "all tables of consumers are published" in none
 
 
 def test_the_stream_is_rewound_at_most_every_five_seconds(tmp_path: Path) -> None:

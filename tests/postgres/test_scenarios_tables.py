@@ -269,7 +269,7 @@ async def test_a_missing_table_is_waited_for(
         await run(sql, "drop table orders")
 
         async def warned() -> bool:
-            return "no longer exists" in caplog.text
+            return "no longer exist: orders;" in caplog.text
 
         await until(warned)
         await run(sql, f"create table orders {NEW}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from moored.kernel import WaitTimeout
 from moored.postgres import History, Lsn, Position, Postgres
 from moored.postgres.consume._store import StateStore
 
@@ -283,6 +284,19 @@ async def test_another_database_behind_the_same_url_is_a_reset(tmp_path: Path) -
 # -- a promoted standby --------------------------------------------------------------------------
 
 
+async def test_a_standby_is_named_as_such_and_tried_again(tmp_path: Path) -> None:
+    async with (
+        cluster() as db,
+        standby_of(db) as standby,
+        Postgres(standby.url, state_dir=tmp_path, pool_size=2) as pg,
+    ):
+        await until(lambda: refused(pg))
+        with pytest.raises(WaitTimeout, match=r"a standby: .* set replication_url to the primary"):
+            await pg.wait_until_active(0.1)
+        await standby.promote()
+        await pg.wait_until_active(LIMIT)
+
+
 @pytest.mark.soak  # as the next one, without its slot
 async def test_a_promoted_standby_without_the_slot_is_a_reset(tmp_path: Path) -> None:
     """The standby takes over the address, first as it is and then promoted."""
@@ -304,7 +318,7 @@ async def test_a_promoted_standby_without_the_slot_is_a_reset(tmp_path: Path) ->
 
 
 async def refused(pg: Postgres) -> bool:
-    return any("read-only transaction" in event.detail for event in pg.last_events)
+    return any("the server is a standby" in event.detail for event in pg.last_events)
 
 
 async def test_a_promoted_standby_with_a_synced_slot_continues_after_a_reset(

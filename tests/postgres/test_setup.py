@@ -67,7 +67,7 @@ def everything_new(version: int = 180004) -> Script:
         Step.IDENTIFY_SYSTEM: [IDENTIFIED],
         Step.QUERY_PG_INFO: [info(version)],
         Step.ACQUIRE_LOCK: [LOCKED],
-        Step.CHECK_EXISTING: [[("f", "f")]],
+        Step.CHECK_EXISTING: [[("f", "f", "f")]],
         Step.CREATE_PUBLICATION: [[]],
         Step.DROP_SLOT: ["42704"],
         Step.CREATE_SLOT: [CREATED],
@@ -79,7 +79,7 @@ def everything_new(version: int = 180004) -> Script:
 
 def everything_there(version: int = 180004) -> Script:
     return everything_new(version) | {
-        Step.CHECK_EXISTING: [[("t", "t")]],
+        Step.CHECK_EXISTING: [[("t", "t", "f")]],
         Step.DROP_SLOT: [[("",)]],
     }
 
@@ -116,11 +116,10 @@ PUBLISH = (
 CHECK = (
     "check_existing",
     "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_publication "
-    "WHERE pubname = 'moored_publication_default' AND NOT pg_is_in_recovery()), "
+    "WHERE pubname = 'moored_publication_default'), "
     "EXISTS (SELECT 1 FROM pg_catalog.pg_replication_slots "
-    "WHERE slot_name = 'moored_slot_default' AND NOT temporary)",
+    "WHERE slot_name = 'moored_slot_default' AND NOT temporary), pg_is_in_recovery()",
 )
-CHECK_MANUAL = (CHECK[0], CHECK[1].replace(" AND NOT pg_is_in_recovery()", ""))
 DROP = (
     "drop_slot",
     "SELECT pg_drop_replication_slot(slot_name) FROM pg_catalog.pg_replication_slots "
@@ -174,7 +173,7 @@ def test_an_existing_publication_and_slot_are_not_created_again() -> None:
 
 
 def test_with_a_new_publication_an_existing_slot_is_created_again() -> None:
-    setup, sent = go(OPTIONS, everything_new() | {Step.CHECK_EXISTING: [[("f", "t")]]})
+    setup, sent = go(OPTIONS, everything_new() | {Step.CHECK_EXISTING: [[("f", "t", "f")]]})
     assert sent == [IDENTIFY, QUERY, LOCK, CHECK, PUBLISH, DROP, CREATE, *DISPLAY]
     assert setup.findings.slot_created
 
@@ -186,7 +185,7 @@ def test_recreate_slot_drops_and_creates_an_existing_slot() -> None:
 
 def test_a_manual_publication_is_only_checked() -> None:
     _, sent = go(replace(OPTIONS, manual_publication=True), everything_there())
-    assert sent == [IDENTIFY, QUERY, LOCK, CHECK_MANUAL, FLUSHED, *DISPLAY]
+    assert sent == [IDENTIFY, QUERY, LOCK, CHECK, FLUSHED, *DISPLAY]
 
 
 def test_a_publication_or_slot_that_is_created_after_the_check_is_used() -> None:
@@ -233,7 +232,7 @@ def test_every_combination_of_options(version: int, there: bool) -> None:
         options = replace(OPTIONS, **wanted)
         script = everything_there(version) if there else everything_new(version)
         if options.manual_publication and not there:
-            script |= {Step.CHECK_EXISTING: [[("t", "f")]]}
+            script |= {Step.CHECK_EXISTING: [[("t", "f", "f")]]}
         setup, sent = go(options, script)
         steps = [step for step, _ in itertools.groupby(step for step, _ in sent)]
         steps = [step for step in steps if step not in OURS_ALONE]
@@ -361,7 +360,7 @@ def test_a_slot_with_any_other_wal_status_is_used(status: str | None) -> None:
         (Step.QUERY_PG_INFO, []),
         (Step.QUERY_PG_INFO, [("eighteen", 1, "0")]),
         (Step.CHECK_EXISTING, []),
-        (Step.CHECK_EXISTING, [("t",)]),
+        (Step.CHECK_EXISTING, [("t", "t")]),
         (Step.QUERY_SLOT_FLUSHED_LSN, []),
         (Step.QUERY_SLOT_FLUSHED_LSN, [("0/0",)]),
         (Step.QUERY_SLOT_FLUSHED_LSN, [("0-0", "reserved", *OURS)]),

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
+from tests.postgres.server import one, until
 
-from moored.postgres import Follow, PostgresError, Reset, Snapshot
+from moored.postgres import Follow, Postgres, PostgresError, Reset, Snapshot
 from moored.postgres.stream._link import ReplicationLink
 
 from .mirror import Copy
@@ -30,6 +31,31 @@ async def test_leaving_a_snapshot_early_logs_no_error(
             async with pg.snapshot("orders", chunk_rows=10, consistent=consistent) as snapshot:
                 async for _ in each_way(snapshot)[way]:
                     break
+    gc.collect()
+    assert "Task exception was never retrieved" not in caplog.text
+
+
+async def test_dropping_the_postgres_under_a_follower_leaves_no_unretrieved_error(
+    make: MakePostgres, sql: Sql, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The task that copies fails when the follower has ended."""
+    waiting = "select exists (select 1 from pg_locks where not granted and locktype = 'relation')"
+
+    async def follow_all(pg: Postgres) -> None:
+        async for _ in pg.follow("orders", consumer="c", chunk_rows=5):
+            if not first.done():
+                first.set_result(None)
+
+    async with make() as pg:
+        first = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(follow_all(pg))
+        await asyncio.wait_for(first, LIMIT)
+        await sql.execute("begin; lock table orders")
+        await until(lambda: one(sql, waiting))
+        await pg.drop()
+        await asyncio.wait_for(task, LIMIT)
+    left = asyncio.all_tasks() - {asyncio.current_task()}
+    assert not left, left
     gc.collect()
     assert "Task exception was never retrieved" not in caplog.text
 

@@ -5,7 +5,7 @@ from ._hub import Hub
 from ._integrity import Integrity
 from ._publisher import Publisher
 from ._store import StateStore, stored
-from ._tables import mistakes
+from ._tables import mistakes, shortened
 
 __all__ = [
     "Changes",
@@ -16,5 +16,6 @@ __all__ = [
     "StateStore",
     "Transaction",
     "mistakes",
+    "shortened",
     "stored",
 ]

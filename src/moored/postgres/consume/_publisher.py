@@ -35,7 +35,7 @@ from ._publication_sql import (
     marker,
     options_for,
 )
-from ._tables import Followed, Table, parse_table
+from ._tables import Followed, Table, parse_table, shortened
 
 __all__ = ["Publisher"]
 
@@ -83,6 +83,7 @@ class Publisher:
             return []
         self._marker = await self._query_marker(conn)
         found, busy = await uncancelled(conn, self._publish_unconfirmed(conn, consumers))
+        self._report_gone(found)
         waiting: set[str] = set()
         followed: dict[str, str] = {}
         try:
@@ -322,11 +323,7 @@ class Publisher:
         if changes is None or changes not in self._hub.attached():
             return set()  # it was refused, or has detached
         names = changes.tables or [name for name, table in found.items() if table.published]
-        gone = {name for name in names if name not in found}
-        for name in gone - self._gone:
-            log.warning("the table %s no longer exists: waiting until it is created again", name)
-        self._gone = (self._gone - set(names)) | gone
-        waiting = {name for name in names if name in busy or name in gone}
+        waiting = {name for name in names if name in busy or name not in found}
         self._hub.published.remove(waiting)
         changes.unpublished = sorted(waiting)
         ready = {name: found[name] for name in names if name not in waiting}
@@ -343,6 +340,15 @@ class Publisher:
             at = max((table.log_end for table in ready.values()), default=0)
             followed |= await self._hub.follow(changes, now, self._missed(changes, now), at)
         return waiting
+
+    def _report_gone(self, found: Found) -> None:
+        wanted = {name for changes in self._hub.attached() for name in changes.tables}
+        if new := wanted - found.keys() - self._gone:
+            log.warning(
+                "tables of consumers no longer exist: %s; waiting until they are created again",
+                shortened(new),
+            )
+        self._gone = wanted - found.keys()
 
     def _missed(self, changes: Changes, now: dict[str, Followed]) -> str | None:
         for name, before in self._hub.followed(changes.name).items():

@@ -18,7 +18,10 @@ from psycopg import sql
 from .._lsn import Lsn
 from ..decode import Relation
 
-__all__ = ["Followed", "Table", "TableName", "dump", "load", "mistakes", "parse_table"]
+__all__ = ["Followed", "Table", "TableName", "dump", "load", "mistakes", "parse_table", "shortened"]
+
+#: How many names `shortened` returns.
+SHOWN = 3
 
 #: One part of a name: in double quotes as in SQL, or bare and without a dot.
 _PART = r'(?:"(?:[^"\0]|"")+"|[^".\0][^.\0]*)'
@@ -200,6 +203,14 @@ def _is_name(text: object) -> bool:
         return isinstance(text, str) and bool(text.encode()) and bool(parse_table(text))
     except ValueError:
         return False
+
+
+def shortened(names: Iterable[str]) -> str:
+    """Return names as text, the first ones only if there are many."""
+    found = sorted(names)
+    more = len(found) - SHOWN
+    shown = ", ".join(found if more <= 1 else found[:SHOWN])
+    return f"{shown} and {more} others" if more > 1 else shown
 
 
 def dump(followed: Mapping[str, Followed]) -> str:

@@ -29,7 +29,7 @@ from moored.kernel import (
 )
 
 from .._errors import PostgresError, StateError, StreamEnded
-from ..consume import Publisher, _backpressure
+from ..consume import Publisher, _backpressure, shortened
 from ..report import CONDITIONS, LOCKING, Health, lock_words
 from ..server import _admin, diagnose
 from ..stream import ReplicationClient
@@ -251,18 +251,27 @@ class Manager:
         """Publish the consumers' tables: periodically, and when they may have changed."""
         # Without jitter: only one instance has the lock.
         pauses = Backoff(1.0, 10.0, clock=self._clock)
-        every = self._settings.check_every
+        every, reported = self._settings.check_every, list[str]()
         while True:
             waiting = await self._publish_tables()
             pause = every if waiting == [] else min(every, pauses.fail())
-            if waiting:
-                log.warning(
-                    "not published yet: %s (locked by other sessions, or missing); next try in %s",
-                    *(", ".join(waiting), duration(pause)),
-                )
-            elif waiting is not None:
+            if waiting is not None:
+                self._report_waiting(waiting, reported)
+                reported = waiting
+            if waiting == []:
                 pauses.succeed()
             await self._wait_for_changed_tables(Deadline.after(pause, self._clock))
+
+    def _report_waiting(self, waiting: list[str], reported: list[str]) -> None:
+        """Log the tables that are not published if they are others than those at the last time."""
+        if waiting and waiting != reported:
+            log.warning(
+                "not published yet: %s (locked by other sessions, or missing); trying again, and "
+                "`explain()` lists the tables of each consumer",
+                shortened(waiting),
+            )
+        elif reported and not waiting:
+            log.info("all tables of consumers are published")
 
     async def _wait_for_changed_tables(self, deadline: Deadline) -> None:
         """Wait until the tables may have changed, but not beyond the deadline."""

@@ -19,7 +19,7 @@ import psycopg
 from moored.kernel import SECRETS
 
 from .._errors import ConfigurationError, DecodeError, StateError, StreamEnded
-from ._setup import SlotLost
+from ._setup import SlotLost, StandbyServer
 
 __all__ = ["FAULTS", "Diagnosis", "Fault", "FaultVerdict", "diagnose"]
 
@@ -313,6 +313,12 @@ FAULTS: tuple[Fault, ...] = (
         words=('publication "',),
     ),
     _retry(
+        "read_only_transactions",
+        "this role or this database may only read",
+        "set default_transaction_read_only = off for it (ALTER ROLE … SET, ALTER DATABASE … SET)",
+        states=("25006",),
+    ),
+    _retry(
         "query_canceled",
         "the server canceled a command",
         "if it was a timeout, raise statement_timeout for this user",
@@ -420,6 +426,10 @@ FAULTS: tuple[Fault, ...] = (
     ),
 )
 
+_PRIMARY = (
+    "set replication_url to the primary; if it has several hosts, add target_session_attrs="
+    "read-write. Once this server is promoted, the next try succeeds"
+)
 _TIMEOUT = next(fault for fault in FAULTS if fault.type == "connection_timeout")
 
 
@@ -430,6 +440,8 @@ def diagnose(error: BaseException) -> Diagnosis:
         return Diagnosis("config_error", _FATAL, text, "")
     if isinstance(error, SlotLost):
         return Diagnosis("irrecoverable_slot", _DROP, text, "a new slot is created")
+    if isinstance(error, StandbyServer):
+        return Diagnosis("standby_server", _RETRY, text, _PRIMARY, "standby")
     if isinstance(error, StateError):
         return Diagnosis("state_error", _RETRY, text, "")
     if isinstance(error, DecodeError):

@@ -153,14 +153,12 @@ class Setup:
     def _check_existing(self) -> str:
         """Query what exists: failing to create it would leave an ERROR in the server's log."""
         publication, slot = self._settings.publication_name, self._settings.slot_name
-        # On a standby, CREATE PUBLICATION must be tried: its error shows that it is a standby.
-        primary = "" if self._settings.manual_publication else " AND NOT pg_is_in_recovery()"
         return (
             "SELECT EXISTS (SELECT 1 FROM pg_catalog.pg_publication "
-            f"WHERE pubname = {literal(publication)}{primary}), "
+            f"WHERE pubname = {literal(publication)}), "
             "EXISTS (SELECT 1 FROM pg_catalog.pg_replication_slots "
             # A temporary slot of the last connection may vanish at any moment.
-            f"WHERE slot_name = {literal(slot)} AND NOT temporary)"
+            f"WHERE slot_name = {literal(slot)} AND NOT temporary), pg_is_in_recovery()"
         )
 
     def _create_slot(self) -> str:
@@ -219,8 +217,10 @@ class Setup:
                 found.version, found.backend_pid = int(row[0]), int(row[1])
                 found.wal_sender_timeout = int(row[2]) / 1000
             case Step.CHECK_EXISTING:
-                exist = [value in (True, "t") for value in _one(rows, 2)]
-                self._publication_exists, self._slot_exists = exist
+                answers = [value in (True, "t") for value in _one(rows, 3)]
+                self._publication_exists, self._slot_exists, standby = answers
+                if standby and not self._settings.manual_publication:
+                    raise StandbyServer("the server is a standby: it is in recovery, and read-only")
                 if self._settings.manual_publication and not self._publication_exists:
                     raise self._no_publication()
             case Step.CREATE_PUBLICATION:
@@ -303,6 +303,10 @@ class Setup:
 
 class SlotLost(PostgresError):
     """The slot can never be read again: it must be dropped and created again."""
+
+
+class StandbyServer(PostgresError):
+    """The server is a standby, where nothing can be published; it may be promoted."""
 
 
 def quoted(name: str) -> str:

@@ -144,7 +144,12 @@ class Follow:
 
     async def _item(self) -> Item | None:
         """Return the next item; None after the last one."""
-        item: Item | None = await anext(self._items, None)
+        item: Item | None = None
+        try:
+            item = await anext(self._items, None)
+        finally:
+            if item is None:
+                await self._end_reading()
         return item
 
     async def aclose(self) -> None:
@@ -347,6 +352,9 @@ class Follow:
     async def _end_tasks(self) -> None:
         coming, self._coming = self._coming, None
         await end_task(coming)
+        await self._end_reading()
+
+    async def _end_reading(self) -> None:
         await self._end_copying()
         streaming, self._streaming = self._streaming, None
         await end_task(streaming)
