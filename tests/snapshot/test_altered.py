@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from tests.postgres.conftest import MakePostgres, Sql
+from tests.postgres.server import until
 
 from moored.postgres import ConfigurationError, Follow, PostgresError, Reset, Rows, Transaction
 
@@ -47,6 +48,41 @@ async def test_a_column_that_keeps_its_name_and_type_while_its_values_change_is_
             await sql.execute("alter table orders alter name type text using lower(name)")
             with pytest.raises(PostgresError, match="altered while it was copied"):
                 await asyncio.wait_for(collect(chunks), LIMIT)
+
+
+async def test_a_column_that_is_added_with_a_default_while_it_copies_is_one_reset(
+    make: MakePostgres, sql: Sql
+) -> None:
+    """The copy notices it, and so does the check of the published tables."""
+    async with make() as pg, pg.follow("orders", consumer="c", chunk_rows=5) as follow:
+        await item_of(follow)
+        await sql.execute("alter table orders add extra int default 7")
+        await sql.execute("insert into orders values (99)")
+        resets, rows = [], list[int]()
+
+        async def deliver(until_id: int) -> None:
+            while until_id not in rows:
+                item = await item_of(follow)
+                if isinstance(item, Reset):
+                    resets.append(item.reason)
+                    rows.clear()
+                elif isinstance(item, Rows):
+                    rows.extend(row["id"] for row in item)
+                    assert not resets or all(row["extra"] == 7 for row in item)
+                else:
+                    rows.extend(change.new["id"] for change in item)
+                    await item.ack()
+
+        await deliver(99)
+
+        async def checked() -> bool:
+            return "extra" in str(pg._hub.followed("c"))
+
+        await until(checked)
+        await sql.execute("insert into orders values (100)")
+        await deliver(100)
+        assert len(resets) == 1, resets
+        assert sorted(rows) == [*range(1, ROWS + 1), 99, 100]
 
 
 async def test_without_columns_only_the_key_is_delivered(make: MakePostgres, sql: Sql) -> None:

@@ -54,6 +54,8 @@ class _KnownConsumer:
     #: Whether its tables were confirmed since the last reset: only then it gets a `Reset` and later
     #: transactions.
     confirmed: bool = False
+    #: The number of the check that has confirmed its tables last.
+    checked: int = 0
     #: Whether it was not given transactions because it was not confirmed.
     skipped: bool = False
     #: The transactions that it would need again if it attached again.
@@ -80,6 +82,8 @@ class Hub:
         #: Whether `on_progress` was called since the last `flushed()`.
         self._progress_reported = False
         self.published = Published()
+        #: The number of the check of the tables that runs, or that was the last one.
+        self.checks = 0
         #: The end of the last transaction that was applied; None before the stream began.
         self.seen: int | None = None
         #: The end of the last transaction that this process has applied; 0 if there was none.
@@ -490,14 +494,23 @@ class Hub:
         known = self._known.get(name)
         return {} if known is None else known.followed
 
-    def is_ready(self, name: str) -> bool:
+    def is_ready(self, name: str, check: int = 0) -> bool:
         """Return whether a consumer has a position, and its tables are published.
 
         They were checked since it attached: a table that another consumer has published may have
         been unpublished meanwhile.
+
+        :param check: they were confirmed by the check with this number, or by a later one.
         """
         known = self._known.get(name)
-        return known is not None and known.confirmed and known.progress is not None
+        if known is None or not known.confirmed or known.progress is None:
+            return False
+        return known.checked >= check
+
+    def check_tables(self) -> int:
+        """Have the tables of consumers checked; return the number of the check."""
+        self.on_tables()
+        return self.checks + 1  # the one that runs may have queried the catalog before
 
     async def follow(
         self, changes: Changes, tables: dict[str, Followed], missed: str | None, at: int
@@ -513,10 +526,12 @@ class Hub:
         before = self._known[name].followed
         # Without an await before: transactions after the reset are those of these tables.
         self._known[name].followed, changes._known = tables, None
+        self._known[name].checked = self.checks
         self._confirm(changes, at)
         if missed is not None:
             log.warning("reset of the consumer %r: %s", name, missed)
             await self._reset_one(name, missed, at)
+        self.published.notify()
         return {} if before == tables else {name: dump(tables)}
 
     def unused(self, wanted: Iterable[Table]) -> set[int]:

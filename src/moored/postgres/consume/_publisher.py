@@ -77,6 +77,7 @@ class Publisher:
 
     async def publish(self, conn: Connection) -> list[str]:
         """Publish and confirm tables; return those that are locked by other sessions or missing."""
+        self._hub.checks += 1
         # Weak references: a consumer whose last reference is dropped meanwhile is detached.
         consumers = [weakref.ref(changes) for changes in self._hub.attached()]
         if not consumers and not (self._removes and self._hub.unused([])):

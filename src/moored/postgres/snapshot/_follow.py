@@ -188,6 +188,8 @@ class Follow:
                 except TransactionLost:
                     continue  # the `Reset` follows
                 except ColumnsChanged as error:
+                    if await self._is_reset():
+                        continue
                     item = Reset(str(error))
                 if isinstance(item, Reset):
                     await self._void()
@@ -205,6 +207,20 @@ class Follow:
             if self._changes._closed and self._changes._error is None:
                 return
             raise
+
+    async def _is_reset(self) -> bool:
+        """Return whether the consumer is reset because of the table as it is now.
+
+        Both the copy and the check of the published tables find columns that were changed: the
+        consumer must not begin again twice.
+        """
+        if not self._reader.was_reset():
+            await self._published(self._hub.check_tables())
+        if not self._reader.was_reset():
+            return False
+        if isinstance(self._pending, Transaction):
+            self._pending = None  # from before the reset
+        return True
 
     async def _made(self, found: Transaction | Reset | CopiedRows) -> Item:
         if isinstance(found, CopiedRows):
@@ -298,14 +314,15 @@ class Follow:
             return
         self._meter.begin(table.qualified, table.estimated, "continued")
 
-    async def _published(self) -> None:
+    async def _published(self, check: int = 0) -> None:
+        """Wait until the table is published; as of this check, if one is given."""
         while True:
             try:
                 async with asyncio.timeout(LOOK_EVERY):
                     await self._hub.published.wait(
                         [self._reader.name],
                         self._hub.attached,
-                        lambda: self._hub.is_ready(self.name),
+                        lambda: self._hub.is_ready(self.name, check),
                     )
                     return
             except TimeoutError:
