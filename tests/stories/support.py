@@ -190,7 +190,7 @@ class Callers:
 
     def __init__(self, url: str, whose: list[str], number: int = 2, pause: float = 0.02) -> None:
         self.answers = Counter[int | str]()
-        self.slowest = 0.0
+        self.slowest, self.first = 0.0, next(_numbers)
         self._url, self._whose, self._number, self._pause = url, whose, number, pause
         self._ends = False
 
@@ -218,10 +218,11 @@ class Callers:
                 await asyncio.sleep(self._pause)
 
 
-async def all_seen(url: str, browsers: Iterable[Browser]) -> int:
+async def all_seen(url: str, browsers: Iterable[Browser], since: int = 0) -> int:
     """Wait until all have each order of their tenant, none twice; return how many they have."""
     async with await psycopg.AsyncConnection.connect(url) as conn:
-        rows = await (await conn.execute("select id, org::text from orders")).fetchall()
+        query = "select id, org::text from orders where id >= %s"
+        rows = await (await conn.execute(query, [since])).fetchall()
     browsers = list(browsers)
     wanted = {id(each): {number for number, org in rows if org == each.tenant} for each in browsers}
     deadline = time.monotonic() + LIMIT
