@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +19,16 @@ from starlette.applications import Starlette
 from starlette.routing import Mount
 from tests.broker.serving import ACME, KEYS, OTHER, reading, served
 
-from moored.broker import ApiKeys, Broker, BrokerApp, Identity, Jwt, MemorySource
+from moored.broker import (
+    ApiKeys,
+    Broker,
+    BrokerApp,
+    Identity,
+    Jwt,
+    MemorySource,
+    SourceEvent,
+    SourceGap,
+)
 from moored.testing import mutant
 
 pytestmark = pytest.mark.every_loop
@@ -313,6 +322,34 @@ async def test_broker_without_a_source_answers_503() -> None:
             answer = await client.get(f"{url}/v1/subscribe", headers={"X-API-Key": "acme-key"})
         assert answer.status_code == 503
         assert "off" in answer.json()["error"]
+
+
+async def test_stream_is_refused_with_503_until_the_source_has_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moored.broker._broker.READY", 0.0)
+    connected = asyncio.Event()
+
+    class Late(MemorySource):
+        async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
+            await connected.wait()
+            async for item in super().events():
+                yield item
+
+    async with (
+        asyncio.timeout(20),
+        Broker(Late()) as broker,
+        served(BrokerApp(broker, ApiKeys(KEYS))) as url,
+    ):
+        on = Stage(MemorySource(), broker, url)
+        answer = await on.get("/v1/subscribe", x_api_key="acme-key")
+        assert answer.status_code == 503
+        assert 1 <= int(answer.headers["retry-after"]) <= 5
+        assert "not connected yet" in answer.json()["error"]
+        connected.set()
+        await on.until(lambda: broker.up)
+        async with reading(url, "acme-key") as stream:
+            assert stream.response.status_code == 200
 
 
 async def test_ticket_opens_one_stream() -> None:

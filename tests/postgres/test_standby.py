@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+
+import psycopg
+from tests.leases.on_postgres.pgbouncer import pgbouncer
+from tests.servers import free_port, require_server
 
 from moored.postgres import Postgres
 from moored.postgres.report._health import Health
 
 from .conftest import MakePostgres, Sql
-from .server import LIMIT, one, until
+from .server import LIMIT, one, through, until
 
 HELD = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
 
@@ -45,3 +50,56 @@ async def test_a_standby_opens_no_pool_for_administration(
             await stands_by(second)
             pools = second.statistics()["pools"]
             assert {name: each["connected"] for name, each in pools.items()} == {"snapshot": 2}
+
+
+async def test_a_standby_reads_the_outbox(make: MakePostgres, sql: Sql, tmp_path: Path) -> None:
+    async with make(state_dir=tmp_path / "first") as first:
+        await first.wait_until_active(LIMIT)
+        await first.outbox.install()
+        async with make(state_dir=tmp_path / "second") as second:
+            tail = second.outbox.tail()
+            async with asyncio.timeout(LIMIT):
+                await anext(tail)
+                await first.outbox.publish(sql, "orders", "1")
+                (event,) = (await anext(tail)).events
+                assert event.payload == "1"
+            assert not second.monitor.conditions()["pg_lock_acquired"].met
+
+
+async def test_the_outbox_is_read_without_the_pooler_while_that_is_down(
+    sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
+) -> None:
+    binary, port = require_server("pgbouncer"), free_port()
+    pooled = through(streamed_url, port)
+    options = {"stream_id": stream_id, "state_dir": tmp_path, "pool_size": 2}
+    async with Postgres(pooled, replication_url=streamed_url, **options) as pg:  # type: ignore[arg-type]
+        with pgbouncer(binary, streamed_url, port=port):
+            await pg.wait_until_active(LIMIT)
+            await pg.outbox.install()
+        async with asyncio.timeout(LIMIT):
+            await pg.outbox.publish(sql, "orders", "1")
+            while True:
+                try:
+                    (event,) = (await pg.outbox.read()).events
+                    break
+                except psycopg.OperationalError:  # the connection that was lost
+                    await asyncio.sleep(0.05)
+        assert event.payload == "1"
+
+
+async def test_the_connections_of_the_outbox_are_closed_to_sleep(
+    make: MakePostgres, sql: Sql
+) -> None:
+    others = (
+        "select count(*) from pg_stat_activity where datname = current_database() "
+        "and pid <> pg_backend_pid() and backend_type = 'client backend'"
+    )
+
+    async def alone() -> bool:
+        return bool(await one(sql, others) == 0)
+
+    async with make() as pg:
+        await pg.outbox.install()
+        await pg.sleep()
+        await until(alone)
+        assert (await pg.outbox.read()).events == []

@@ -210,8 +210,8 @@ class App:
     ) -> Broker:
         """Add a broker of live events; `options` are those of `Broker`.
 
-        :param source: the outbox of a Postgres of this app (`pg.outbox`), one of a pool, which
-            works in every process (`Outbox(db, listener=pg.listener)`), or an `EventSource`.
+        :param source: the outbox of a Postgres of this app (`pg.outbox`), one of a pool
+            (`Outbox(db, listener=pg.listener)`), or an `EventSource`.
         :param authenticate: serve the streams at `v1/subscribe` of this app, to clients with these
             tokens; without it, mount a `BrokerApp` where you like.
         :param origins: the origins of pages that may open streams (CORS).

@@ -45,7 +45,7 @@ __all__ = ["Broker", "BrokerStatistics"]
 log = logging.getLogger("moored.broker")
 
 #: Seconds that entering the broker waits for the source. A stream that is opened before the source
-#: has begun gets a reset then.
+#: has begun gets a reset then; over HTTP it is refused.
 READY = 3.0
 #: Tenants in the status: there may be thousands.
 SHOWN_TENANTS = 5
@@ -295,6 +295,11 @@ class Broker:
     def has_channel(self, name: str) -> bool:
         """Return whether subscribers may have a channel."""
         return _is_channel(name) if self.channels is None else name in self.channels
+
+    @property
+    def begun(self) -> bool:
+        """Whether the source has begun once; until then, no event can reach a stream."""
+        return self._source is None or self._begun.is_set()
 
     @asynccontextmanager
     async def subscribe(

@@ -245,6 +245,9 @@ class BrokerApp:
             raise _Refused(403, "the token allows none of the channels")
         after = request.header("last-event-id") or "".join(request.query("last_event_id")[:1])
         channels = frozenset(named) or allowed
+        if not self.broker.begun:  # a load balancer may have another node, whose source has
+            text = "live events have not begun here: their source is not connected yet"
+            raise _Refused(503, text, random.uniform(1, 5))
         try:
             return self.broker.open(identity.tenant, channels, after=after), identity
         except BrokerOff as error:

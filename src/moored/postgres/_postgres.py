@@ -33,7 +33,7 @@ from ._settings import Settings, default_state_dir
 from .consume import Changes, mistakes, stored
 from .listen import Listener
 from .manage import Restarter, Role, Stack
-from .outbox import Outbox
+from .outbox import Outbox, OutboxPool
 from .report import (
     CONDITIONS,
     WORDS,
@@ -157,6 +157,8 @@ class Postgres:
         self.fatal: str | None = None
         #: The listener; None if it is turned off by `notify_url=""`. Use it after `open()`.
         self.listener = self._new_listener()
+        #: The connections of outboxes.
+        self.outbox_pool = OutboxPool(self.settings, self._awake, self.clock, self.recorder)
         #: The outbox in the schema `moored`, woken by the listener; its first consumer starts it,
         #: after `open()`. It must be installed (`await pg.outbox.install()`). While it has
         #: consumers, the connections do not sleep. For other settings, make one: `Outbox(pg, …)`.
@@ -177,7 +179,7 @@ class Postgres:
         self.last_events = stack.events.last
         self._meters: WeakSet[CopyMeter] = WeakSet()
         self._tasks = Tasks()
-        self._restarter = Restarter(stack, self._fail)
+        self._restarter = Restarter(stack, self._fail, self.outbox_pool.close)
         self._supervisor = self._tree()
         self._start_at_first_use()
         await self._supervisor.start()
@@ -251,6 +253,7 @@ class Postgres:
         finally:  # also if the caller is cancelled, which is raised when all have stopped
             if self.listener is not None:
                 self.listener.end()
+            await self.outbox_pool.close()
             self._stack.events.end()
             await stored(self._stack.store.close)
 
@@ -304,6 +307,14 @@ class Postgres:
             checkout, conn = await self._checked_out(deadline)
             async with checkout:
                 yield conn
+
+    @asynccontextmanager
+    async def _awake(self) -> AsyncIterator[None]:
+        """Keep the connections from sleeping; raise if it is not open, or after a fatal error."""
+        self._check_works()
+        with self._restarter.in_use():
+            await self.wake()
+            yield
 
     async def _checked_out(
         self, deadline: Deadline

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,12 +36,18 @@ class Restarter:
     """Stops and starts the connection subsystem, one operation at a time.
 
     :param on_fatal: called with the text of an error that an operator must correct.
+    :param close_others: closes the connections that are not the manager's, to sleep.
     """
 
-    def __init__(self, stack: Stack, on_fatal: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        stack: Stack,
+        on_fatal: Callable[[str], None],
+        close_others: Callable[[], Awaitable[None]],
+    ) -> None:
         self._stack = stack
         self._clock, self._sleep_after = stack.clock, stack.settings.sleep_after
-        self._on_fatal = on_fatal
+        self._on_fatal, self._close_others = on_fatal, close_others
         #: The current or the last run; until the first one, a manager that has nothing to report.
         self.manager = Manager(stack, self.used)
         #: How often the subsystem was restarted after a failure.
@@ -145,6 +151,7 @@ class Restarter:
             # The connections are closed on purpose: don't report that as a failure meanwhile.
             self._stack.frozen_status = self._stack.monitor.status()
             await self._supervisor.stop_child("manager")
+            await self._close_others()
             self._changed()
 
     async def wake(self) -> None:

@@ -3,6 +3,7 @@
 from ._consumer import OutboxConsumer
 from ._ddl import Wake, ddl, grants
 from ._outbox import Outbox, OutboxBatch, OutboxUpkeep
+from ._pool import OutboxPool
 from ._reader import ConsumerReplaced, OutboxEvent
 from ._status import ConsumerLag, HeldBack, OutboxStatus
 
@@ -14,6 +15,7 @@ __all__ = [
     "OutboxBatch",
     "OutboxConsumer",
     "OutboxEvent",
+    "OutboxPool",
     "OutboxStatus",
     "OutboxUpkeep",
     "Wake",

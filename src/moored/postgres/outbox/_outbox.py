@@ -78,7 +78,8 @@ class Outbox:
     """Events in a table, published in the caller's own transaction and read without gaps.
 
     :param source: a pool of psycopg connections (of `moored.reservoir` or psycopg_pool), a
-        `Postgres`, or a URL; it may lead to a pooler in transaction mode.
+        `Postgres`, whose outboxes have a small pool of their own, or a URL; it may lead to a pooler
+        in transaction mode.
     :param listener: a `Listener`, whose notifications wake the consumers. Without one, and while
         it is down, consumers read every second, otherwise every 30 s as well.
     :param wake: how consumers learn of new events. "notify": by NOTIFY, if there is a `listener`;
@@ -159,6 +160,8 @@ class Outbox:
         self._own = None
         if isinstance(source, str):
             source = self._own = pool_by(source, min_size=1, max_size=POOL_SIZE, name="outbox")
+        elif streams:
+            source = cast(PsycopgPool, cast(Any, source).outbox_pool)
         self._reader = Reader(source, self.schema)
         self._pages = listener if isinstance(listener, StreamRing) else self._reader
         self._consumers: WeakSet[OutboxConsumer] = WeakSet()

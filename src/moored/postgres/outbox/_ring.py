@@ -40,7 +40,7 @@ class StreamRing(StreamWakes):
 
     def __init__(self, pg: Postgres, prefix: str, limit: int) -> None:
         super().__init__(pg)
-        self._reader = Reader(pg, prefix)
+        self._reader = Reader(pg.outbox_pool, prefix)
         self._prefix = prefix
         self._limit = limit
         self._kept: deque[OutboxEvent] = deque()
@@ -70,6 +70,8 @@ class StreamRing(StreamWakes):
         self._kept.clear()
         self._size = 0
         self._history = None
+        # Before, the slot may not exist, and the stream of another instance has the message.
+        await self._pg.wait_until_active()
         await self._mark()
 
     async def _mark(self) -> int:
