@@ -20,7 +20,10 @@ WITHOUT_API = {"moored.cli"}
 #: Internal subpackages: users import from the parent package.
 INTERNAL = {
     *(f"moored.postgres.{each}" for each in ("consume", "decode", "listen", "manage", "outbox")),
-    *(f"moored.postgres.{each}" for each in ("doctor", "report", "server", "snapshot", "stream")),
+    *(
+        f"moored.postgres.{each}"
+        for each in ("doctor", "parking", "report", "server", "snapshot", "stream")
+    ),
     *("moored.rpc.calls", "moored.rpc.topology"),
     *(f"moored.sessions.{each}" for each in ("events", "link", "sending", "storage", "transport")),
 }

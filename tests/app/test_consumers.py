@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
-from tests.service.support import Running, running, until
+from tests.service.support import Running, moored, running, until
 
 #: The service. While the file `wait` exists, the consumer starts after the stream has its changes.
 SERVICE = """
@@ -136,3 +139,45 @@ def test_a_consumer_that_always_fails_leaves_the_service_ready_and_is_named_ever
         (folder / "poison").unlink()
         service.wait_active()
         until(lambda: orders.handled() == [1, 2, 3], "every order is handled")
+
+
+def parked(orders: Orders, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run `moored consumers`."""
+    return moored("consumers", *arguments, "--json", DATABASE_URL=orders.url)
+
+
+def test_a_parked_transaction_is_kept_until_a_retry_handles_it(
+    folder: Path, postgres_url: str
+) -> None:
+    orders = Orders(folder, postgres_url, "{'on_poison': 'park', 'tries': 2}")
+    orders.write("poison", "2")
+    with orders.served() as service:
+        service.wait_active()
+        orders.insert(1, 2, 3)
+        until(lambda: orders.handled() == [1, 3], "the transactions around it are handled")
+        until_health(service, "consumer-search", "degraded")
+        assert ready(service) == 200
+        assert (
+            '\nmoored_consumer_parked{part="consumer-search"} 1.0\n' in service.get("/metrics").text
+        )
+        explained = service.get("/v1/explain/consumer-search").json()["explanation"]
+        assert "1 change of public.orders" in explained
+        assert "order 2 has no item" in explained
+        assert "1 item parked" in service.get("/v1/status").json()["sentence"]
+        service.process.kill()
+    # Neither a kill nor the loss of the state directory loses it.
+    shutil.rmtree(folder / "state")
+    (item,) = json.loads(parked(orders, "list").stdout)
+    assert (item["consumer"], item["tries"]) == ("search", 2)
+    assert item["error"] == "order 2 has no item (ValueError)"
+    with orders.served() as service:
+        until_health(service, "consumer-search", "degraded")
+        failed = parked(orders, "retry", str(item["id"]))
+        assert (failed.returncode, json.loads(failed.stdout)["failed"]) == (1, [item["id"]])
+        assert json.loads(parked(orders, "list").stdout)[0]["tries"] == 3
+        (folder / "poison").unlink()
+        done = parked(orders, "retry", "--consumer", "search")
+        assert (done.returncode, json.loads(done.stdout)["handled"]) == (0, [item["id"]])
+        assert orders.handled() == [1, 3, 2]
+        service.wait_active()
+    assert json.loads(parked(orders, "list").stdout) == []

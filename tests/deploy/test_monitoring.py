@@ -52,6 +52,11 @@ def exposed() -> dict[str, set[str]]:
     app.sessions()
     app.leases("memory://")
     app.broker(pg.outbox, channels=["orders"])
+
+    @app.consumer(pg, "search", on_poison="park")
+    async def index(item: object) -> None:
+        pass
+
     found = {"up": ADDED}
     service = app._make(Config(), ())
     for family in service.registry.collect():

@@ -30,10 +30,11 @@ NOT_RUN = {
     "redis-cli": "tests/leases/test_redis.py reads these keys",
     "python -m moored.testing.proxy": "read as a whole page below",
     "moored serve --demo": "tests/browser/test_demo.py compares the output",
+    "moored consumers retry": "tests/app/test_consumers.py retries what a service has parked",
     "moored explain": "tests/postgres compares the text with a lock of another process",
 }
 #: Commands whose output depends on the state of a server, so that only the exit code is checked.
-NOT_COMPARED = ("moored doctor", "moored outbox status")
+NOT_COMPARED = ("moored doctor", "moored outbox status", "moored consumers list")
 PREPARED = (
     "create schema shop; create table shop.orders (id int, org_id uuid); create table orders ()"
 )

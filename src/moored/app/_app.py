@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Self, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
-from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of
+from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of, refuse, unmet
 from moored.service import (
     READY_STATES,
     Config,
@@ -24,19 +24,23 @@ from moored.service import (
 
 from ._asgi import AppEndpoint
 from ._component import Run, component_part
+from ._consumed import consumed_from
 from ._consumer import Handle, consumer_part
+from ._parked import OnPoison
 from ._parts import Judgement, PartEntry
 
 if TYPE_CHECKING:
     from moored.broker import Authenticator, Broker
     from moored.leases import Leases
-    from moored.postgres import Postgres
+    from moored.postgres import Outbox, Postgres
     from moored.reservoir import AsyncConnectionPool
     from moored.sessions import Sessions
 
     from ._channel import AppChannel
 
 __all__ = ["App", "AppError"]
+
+H = TypeVar("H", bound=Handle)
 
 #: Names that no part may have: the child that serves HTTP, and the keys of the status.
 TAKEN = frozenset(
@@ -273,36 +277,69 @@ class App:
 
     def consumer(
         self,
-        pg: Postgres,
+        source: Postgres | Outbox,
         consumer: str,
         *,
         tables: Iterable[str] = (),
+        channels: Iterable[str] = (),
+        tenant: str | None = None,
+        on_poison: Literal["stop", "park"] = "stop",
+        tries: int = 5,
+        max_parked: int = 100,
         name: str | None = None,
         required: bool = False,
         after: Iterable[str] = (),
-    ) -> Callable[[Handle], Handle]:
-        """Call the decorated function for each transaction, and acknowledge it when it returns.
+    ) -> Callable[[H], H]:
+        """Call the decorated function for each item, and acknowledge the item when it returns.
 
-        It also gets each `Reset`. If it fails, it is called again with the same transaction, after
-        a pause. The consumer comes after its Postgres, and is ready when its tables are published:
-        a part that comes after it finds each of its own changes delivered.
+        Items are the transactions of a Postgres or the events of an outbox; the function also gets
+        each `Reset`. If it fails, it is called again with the same item, after a pause. A consumer
+        comes after its Postgres. It is ready when its tables are published, or its cursor is
+        stored: a part that comes after it finds each of its own changes delivered.
 
+        :param source: a Postgres of this app or its outbox (`pg.outbox`), or an outbox of a pool.
+        :param tables: the tables of a Postgres to follow; without any, all published tables.
+        :param channels: the channels of an outbox to read; without any, all.
+        :param tenant: the tenant of an outbox whose events to read; None for the events of all.
+        :param on_poison: "stop" tries an item until the function handles it; the items after it
+            wait. "park" stores it after `tries` failures in the table `moored.parked`, and goes on
+            with the next one: the order is lost, and `moored consumers` lists, retries and drops
+            what is parked.
+        :param tries: how often the function gets an item before it is parked.
+        :param max_parked: with so many parked items, the consumer stops: what all of them need is
+            broken.
         :param required: whether the app is not ready while the consumer is not. It is degraded
             instead by default: an app can serve requests while a transaction waits.
         """
-
-        if pg not in self._streams:
+        outbox = not hasattr(source, "changes")
+        refuse(
+            f"the consumer {consumer!r}",
+            unmet(
+                ("source", source, getattr(source, "table", True), "an outbox with a table"),
+                ("tables", tables, not (outbox and tables), "empty for an outbox"),
+                ("channels", channels, outbox or not channels, "empty for a Postgres"),
+                ("tenant", tenant, outbox or tenant is None, "None for a Postgres"),
+                ("on_poison", on_poison, on_poison in ("stop", "park"), '"stop" or "park"'),
+                ("tries", tries, tries >= 1, "at least 1"),
+                ("max_parked", max_parked, max_parked >= 1, "at least 1"),
+            ),
+        )
+        streams = [part for pg, part in self._streams.items() if source in (pg, pg.outbox)]
+        if not outbox and not streams:
             raise AppError(
                 f"the consumer {consumer!r} follows a Postgres that is not a part of the app "
                 f"{self.name}: nothing would open it; add it with app.postgres(…)"
             )
 
-        def add(handle: Handle) -> Handle:
+        def add(handle: H) -> H:
             entry = self._entry(name or f"consumer-{consumer}", required, after)
-            others = tuple(dict.fromkeys((self._streams[pg], *entry.after)))
-            entry = replace(entry, after=others, stands_by=True)
+            others = tuple(dict.fromkeys((*streams, *entry.after)))
+            # Of an outbox, too, one replica at a time gets the events of a consumer.
+            entry = replace(entry, after=others, stands_by=bool(streams))
             _check_async(entry.name, handle)
-            self._add(consumer_part(entry, pg, consumer, tables, handle))
+            consumed = consumed_from(source, consumer, tables, channels, tenant)
+            park = OnPoison(tries, max_parked) if on_poison == "park" else None
+            self._add(consumer_part(entry, consumed, handle, park))
             return handle
 
         return add

@@ -1,103 +1,204 @@
-"""Consumers of a change stream as parts of an app."""
+"""Consumers as parts of an app: a function that is called for each item."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import aclosing
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
-from moored.kernel import counted, describe, first_of
-from moored.postgres import Changes, Health, Postgres, Reset, Transaction
-from moored.service import Part
+import psycopg
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from moored.kernel import Child, MooredError, counted, describe, first_of
+from moored.kernel.prometheus import counter, gauge
+from moored.postgres import Reset
+from moored.service import Part, Wiring
 
 from ._component import ComponentContext, component_part
-from ._parts import PartEntry
+from ._consumed import Consumed, Item
+from ._parked import OnPoison, ParkedItems
+from ._parts import Judgement, PartEntry
 
 __all__ = ["Handle", "consumer_part"]
 
-Handle: TypeAlias = Callable[[Transaction | Reset], Awaitable[None]]
+log = logging.getLogger("moored.app")
+
+Handle: TypeAlias = Callable[[Any], Awaitable[None]]
+
+#: Seconds between two queries for the retries that operators ask for, while items are parked.
+RETRY_EVERY = 2.0
+#: Parked items in an explanation.
+SHOWN = 3
 
 
-class _Consumer:
+class _Consumer(Collector):
     """What a consumer has done so far, over all of its runs."""
 
-    def __init__(self, pg: Postgres, name: str, tables: Iterable[str], handle: Handle) -> None:
-        self._pg = pg
+    def __init__(
+        self, name: str, source: Consumed, handle: Handle, on_poison: OnPoison | None
+    ) -> None:
         self._name = name
-        self._tables = [tables] if isinstance(tables, str) else list(tables)
+        self._source = source
         self._handle = handle
-        self._handled = self._resets = 0
+        self._parked = on_poison and ParkedItems(name, source.parking(), on_poison)
+        self._handled = self._resets = self._failures = 0
         self._last: str | None = None
         #: Whether the function has an item: if it has failed, it gets the same item again.
         self._in_hand = False
-        #: Why it is not ready.
-        self._why = "its tables are not published yet"
+        #: Why it is not ready; empty if it is.
+        self._why = source.not_ready
+        self._reported: Judgement | None = None
+        # The function never runs for two items at the same time.
+        self._turn = asyncio.Lock()
 
     async def run(self, ctx: ComponentContext) -> None:
         """Give each item to the function, and report when the consumer is ready."""
         ctx.show(self._statistics, self._explain)
-        ctx.health("starting", self._why)  # first, because the items may be here already
-        failed = self._in_hand
+        self._reported = None
+        self._report(ctx)  # first, because the items may be here already
         try:
-            async with aclosing(self._pg.changes(self._name, tables=self._tables)) as items:
-                consuming = self._consume(ctx, items)
-                await (consuming if failed else first_of(consuming, self._become_ready(ctx)))
+            if self._parked is not None:
+                await self._parked.load()
+            async with self._source.attach() as items:
+                running = [self._consume(ctx, items)]
+                if not self._in_hand:
+                    running.append(self._become_ready(ctx))
+                if self._parked is not None:
+                    running.append(self._retry_parked(ctx, self._parked))
+                await first_of(*running)
         except Exception as error:
             self._why = describe(error)
             raise
 
-    async def _consume(self, ctx: ComponentContext, items: Changes) -> None:
+    async def _consume(self, ctx: ComponentContext, items: AsyncIterator[Item | Reset]) -> None:
         failed = self._in_hand
         async for item in items:
             self._in_hand = True
-            await self._handle(item)
             if isinstance(item, Reset):
+                await self._call(item)
                 self._resets += 1
+            elif await self._handle_or_park(item):
+                await item.ack()
+                self._handled += 1
+                ctx.healthy()
             else:
                 await item.ack()
-                self._handled, self._last = self._handled + 1, str(item.position)
+            if not isinstance(item, Reset):
+                self._last = self._source.position(item)
             self._in_hand = False
-            ctx.healthy()
             if failed:
-                failed = False
-                ctx.health("active", "")
+                failed, self._why = False, ""
+            self._report(ctx)
+
+    async def _handle_or_park(self, item: Item) -> bool:
+        """Return True if the function has handled the item, and False if the item is parked."""
+        parked = self._parked
+        if parked is None:
+            await self._call(item)
+            return True
+        if item in parked:
+            return False
+        try:
+            await self._call(item)
+        except Exception as error:
+            if not await parked.park(item, error):
+                raise
+            return False
+        return True
+
+    async def _call(self, item: Any) -> None:
+        async with self._turn:
+            try:
+                await self._handle(item)
+            except Exception:
+                self._failures += 1
+                raise
 
     async def _become_ready(self, ctx: ComponentContext) -> None:
-        if self._tables:
-            await self._pg.wait_until_published(*self._tables, timeout=math.inf)
-        else:
-            await self._pg.wait_until_active()
+        await self._source.ready()
+        self._why = ""
         ctx.healthy()
-        ctx.health("active", "")
+        self._report(ctx)
         await asyncio.Event().wait()
 
+    async def _retry_parked(self, ctx: ComponentContext, parked: ParkedItems) -> None:
+        while True:
+            await asyncio.sleep(RETRY_EVERY)
+            if not parked.items:
+                continue
+            try:
+                await parked.retry(self._call)
+            except (psycopg.Error, OSError, MooredError) as error:
+                log.info("%s reads its parked items later: %s", self._name, describe(error))
+            self._report(ctx)
+
+    def _report(self, ctx: ComponentContext) -> None:
+        if (now := self._judge()) != self._reported:
+            self._reported = now
+            ctx.health(*now)
+
+    def _judge(self) -> Judgement:
+        if self._why:
+            return "starting", self._why
+        if self._parked is None or not self._parked.items:
+            return "active", ""
+        last = self._parked.items[-1]
+        number = counted(len(self._parked.items), "item")
+        return "degraded", f"{number} parked, the last one {last.what}: {last.error}"
+
     def _statistics(self) -> dict[str, Any]:
-        return {"transactions": self._handled, "resets": self._resets, "acknowledged": self._last}
+        parked = {} if self._parked is None else {"parked": len(self._parked.items)}
+        return {
+            f"{self._source.noun}s": self._handled,
+            "resets": self._resets,
+            "acknowledged": self._last,
+            **parked,
+        }
 
     def _explain(self) -> str:
-        now = self._pg.statistics()["consumers"].get(self._name, {})
-        done = f"{counted(self._handled, 'transaction')} and {counted(self._resets, 'reset')}"
-        lines = [f"handled {done}"]
+        done = f"{counted(self._handled, self._source.noun)} and {counted(self._resets, 'reset')}"
+        lines = [f"  because  handled {done}"]
         if self._last is not None:
-            lines.append(f"everything up to {self._last} is acknowledged")
-        if number := now.get("outstanding"):
-            lines.append(f"{counted(number, 'received transaction')} to acknowledge")
-        if now.get("unpublished"):
-            lines.append(f"the tables {', '.join(now['unpublished'])} are not published yet")
-        if self._pg.health is not Health.ACTIVE:
-            lines.append(f"the stream is {self._pg.health.value}")
-        return "\n".join(f"  because  {each}" for each in lines)
+            lines.append(f"  because  everything up to {self._last} is acknowledged")
+        lines += (f"  because  {each}" for each in self._source.explain())
+        if self._parked is not None and (items := self._parked.items):
+            for each in items[-SHOWN:]:
+                tries = counted(each.tries, "attempt")
+                lines.append(
+                    f"  because  parked {each.id}: {each.what}, after {tries}: {each.error}"
+                )
+            lines.append(
+                "  so       moored consumers list, then retry or drop them by their number"
+            )
+        return "\n".join(lines)
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metrics of this consumer."""
+        part = (self._name,)
+        text = "Failures of the function of a consumer."
+        yield counter("moored_consumer_failures", text, ("part",), [(part, self._failures)])
+        if self._parked is not None:
+            text = "Items that a consumer has parked, which wait for an operator."
+            found = [(part, float(len(self._parked.items)))]
+            yield gauge("moored_consumer_parked", text, ("part",), found)
 
 
 def consumer_part(
-    entry: PartEntry, pg: Postgres, consumer: str, tables: Iterable[str], handle: Handle
+    entry: PartEntry, source: Consumed, handle: Handle, on_poison: OnPoison | None
 ) -> Part:
-    """Return a part that calls a function for each transaction, and then acknowledges it.
+    """Return a part that calls a function for each item, and then acknowledges it.
 
-    It is ready when its tables are published: earlier changes are not received. After a failure of
-    the function, it is ready when the function has handled the same item.
+    It is ready when no item can be missed any more. After a failure of the function, it is ready
+    when the function has handled the same item, or the item is parked.
     """
-    consuming = _Consumer(pg, consumer, tables, handle)
-    return component_part(entry, consuming.run, assumed=None, shutdown=30.0)
+    consumer = _Consumer(entry.name, source, handle, on_poison)
+    part = component_part(entry, consumer.run, assumed=None, shutdown=30.0)
+
+    def build(wiring: Wiring) -> Sequence[Child]:
+        wiring.collectors.append(consumer)
+        return [*source.children(entry, wiring), *part.build(wiring)]
+
+    return replace(part, build=build)

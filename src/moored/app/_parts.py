@@ -48,7 +48,7 @@ class PartEntry:
     required: bool = True
     #: The parts that must be ready before this one starts.
     after: tuple[str, ...] = ()
-    #: Whether it stands by while one of those does, because it needs the change stream.
+    #: Whether it stands by while one of those does, so that it works in one replica at a time.
     stands_by: bool = False
 
     @property

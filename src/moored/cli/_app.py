@@ -21,7 +21,7 @@ from moored.kernel import SECRETS, MooredError
 from moored.service import READY_STATES, ConfigError, data_dir_of, load_config, state_dir_of
 from moored.service import serve as run_service
 
-from . import _doctor, _leases, _outbox, _sessions, _show, _slots, _snapshot, _target
+from . import _consumers, _doctor, _leases, _outbox, _sessions, _show, _slots, _snapshot, _target
 from ._client import CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable
 from ._running import Token, Url, client_for
@@ -42,6 +42,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
+app.add_typer(_consumers.app)
 app.add_typer(_leases.app)
 app.add_typer(_outbox.app)
 app.add_typer(_sessions.app)

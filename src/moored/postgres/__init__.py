@@ -31,6 +31,7 @@ from .outbox import (
     OutboxStatus,
     OutboxUpkeep,
 )
+from .parking import ParkedItem, Parking
 from .report import ConnectionState, Health, Persistent, Status
 from .snapshot import CopyPosition, CopyProgress, Follow, Rows, Snapshot
 
@@ -59,6 +60,9 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "OutboxEvent",
     "OutboxStatus",
     "OutboxUpkeep",
+    # Parked items
+    "ParkedItem",
+    "Parking",
     # The doctor
     "Connected",
     "Examination",

@@ -1,6 +1,6 @@
 """The consumers: their acknowledgements, their tables, and their stored state."""
 
-from ._consumer import Changes, Reset, Transaction
+from ._consumer import Attachment, Changes, Reset, Transaction
 from ._hub import Hub
 from ._integrity import Integrity
 from ._publisher import Publisher
@@ -8,6 +8,7 @@ from ._store import StateStore, stored
 from ._tables import mistakes, shortened
 
 __all__ = [
+    "Attachment",
     "Changes",
     "Hub",
     "Integrity",

@@ -1,0 +1,158 @@
+"""What a consumer of an app reads: the changes of a stream, or the events of an outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any, Protocol
+
+from moored.kernel import Child, Context, counted, duration
+from moored.postgres import Health, Outbox, OutboxEvent, Parking, Postgres, Reset, Transaction
+from moored.service import Wiring
+
+from ._parts import RETRY, STOP_TIMEOUT, PartEntry
+
+__all__ = ["Consumed", "Item", "consumed_from"]
+
+Item = Transaction | OutboxEvent
+
+
+class Consumed(Protocol):
+    """The source of a consumer's items."""
+
+    #: What one item is called.
+    noun: str
+    #: Why the consumer is not ready before `ready()` has returned.
+    not_ready: str
+
+    def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
+        """Return the items that are not acknowledged yet."""
+
+    async def ready(self) -> None:
+        """Wait until no item can be missed any more; called while it is attached."""
+
+    def position(self, item: Any) -> str:
+        """Return the position of an item."""
+
+    def parking(self) -> Parking[Any]:
+        """Return where its items can be parked."""
+
+    def explain(self) -> Iterator[str]:
+        """Yield what the consumer waits for."""
+
+    def children(self, entry: PartEntry, wiring: Wiring) -> Sequence[Child]:
+        """Return what runs beside the consumer."""
+
+
+class TransactionsOfStream:
+    """The transactions of a change stream."""
+
+    noun = "transaction"
+    not_ready = "its tables are not published yet"
+
+    def __init__(self, pg: Postgres, consumer: str, tables: Iterable[str]) -> None:
+        self._pg = pg
+        self._consumer = consumer
+        self._tables = [tables] if isinstance(tables, str) else list(tables)
+
+    def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
+        return aclosing(self._pg.changes(self._consumer, tables=self._tables))
+
+    async def ready(self) -> None:
+        if self._tables:
+            await self._pg.wait_until_published(*self._tables, timeout=math.inf)
+        else:
+            await self._pg.wait_until_active()
+
+    def position(self, item: Transaction) -> str:
+        return str(item.position)
+
+    def parking(self) -> Parking[Any]:
+        return Parking.of(self._pg, self._consumer)
+
+    def explain(self) -> Iterator[str]:
+        now = self._pg.statistics()["consumers"].get(self._consumer, {})
+        if number := now.get("outstanding"):
+            yield f"{counted(number, 'received transaction')} to acknowledge"
+        if now.get("unpublished"):
+            yield f"the tables {', '.join(now['unpublished'])} are not published yet"
+        if self._pg.health is not Health.ACTIVE:
+            yield f"the stream is {self._pg.health.value}"
+
+    def children(self, entry: PartEntry, wiring: Wiring) -> Sequence[Child]:
+        return ()
+
+
+class EventsOfOutbox:
+    """The events of an outbox; one of a pool is opened here, unless another part has opened it."""
+
+    noun = "event"
+    not_ready = "the outbox is not open yet"
+
+    def __init__(
+        self, outbox: Outbox, consumer: str, channels: Iterable[str], tenant: str | None
+    ) -> None:
+        self._outbox = outbox
+        self._consumer = consumer
+        self._channels = [channels] if isinstance(channels, str) else list(channels)
+        self._tenant = tenant
+        self._open = asyncio.Event()
+
+    def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
+        return self._attached()
+
+    @asynccontextmanager
+    async def _attached(self) -> AsyncIterator[AsyncIterator[Item | Reset]]:
+        await self._open.wait()
+        consumer, channels, tenant = self._consumer, self._channels, self._tenant
+        async with self._outbox.consume(consumer, channels=channels, tenant=tenant) as events:
+            yield events
+
+    async def ready(self) -> None:
+        pass  # its cursor is stored
+
+    def position(self, item: OutboxEvent) -> str:
+        return item.cursor
+
+    def parking(self) -> Parking[Any]:
+        return Parking.of(self._outbox, self._consumer)
+
+    def explain(self) -> Iterator[str]:
+        if (found := self._outbox.last_status) is None:
+            return
+        yield from (
+            f"it is {duration(each.lag)} behind"
+            for each in found.consumers
+            if each.name == self._consumer and each.lag
+        )
+        if found.held_back is not None:
+            yield f"delivery is held back: {found.held_back}"
+
+    def children(self, entry: PartEntry, wiring: Wiring) -> Sequence[Child]:
+        async def opened(ctx: Context) -> None:
+            await entry.begin(ctx, wiring)
+            async with AsyncExitStack() as stack:
+                # That of a Postgres is started by its first use.
+                if not (self._outbox.on_first_use or self._outbox.is_open):
+                    await stack.enter_async_context(self._outbox)
+                self._open.set()
+                if not entry.after:
+                    ctx.started()
+                await asyncio.Event().wait()
+
+        return [Child("outbox", opened, backoff=RETRY, shutdown=STOP_TIMEOUT)]
+
+
+def consumed_from(
+    source: Postgres | Outbox,
+    consumer: str,
+    tables: Iterable[str],
+    channels: Iterable[str],
+    tenant: str | None,
+) -> Consumed:
+    """Return what a consumer reads."""
+    if isinstance(source, Outbox):
+        return EventsOfOutbox(source, consumer, channels, tenant)
+    return TransactionsOfStream(source, consumer, tables)
