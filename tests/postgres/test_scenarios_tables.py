@@ -223,6 +223,18 @@ async def test_a_table_fault_is_told_within_seconds_without_any_change_of_a_row(
         await next_reset(changes, TOLD)
 
 
+async def test_a_table_that_is_unpublished_as_soon_as_it_was_published_is_told_within_seconds(
+    make: MakePostgres, sql: Sql, stream_id: str, settled: Callable[[Postgres], Awaitable[None]]
+) -> None:
+    async with make(check_every=3600.0) as pg:
+        await settled(pg)
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        # The catalog is again as it was before the table was published.
+        await run(sql, f"alter publication {publication(stream_id)} drop table orders")
+        assert "removed from the publication" in (await next_reset(changes, TOLD)).reason
+
+
 async def test_a_consumer_of_a_whole_schema_is_told_of_a_missing_table_within_seconds(
     make: MakePostgres, sql: Sql, stream_id: str
 ) -> None:

@@ -72,7 +72,7 @@ class Publisher:
         self._removes = not settings.manual_publication and not settings.publication
         self._keyless: set[str] = set()
         self._gone: set[str] = set()
-        #: What `_query_marker` has returned before the last check.
+        #: What `_query_marker` has returned before the last check, if that has published nothing.
         self._marker: list[Any] = []
 
     async def publish(self, conn: Connection) -> list[str]:
@@ -116,6 +116,8 @@ class Publisher:
             await self._remove(conn, unused)
         unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
         if unconfirmed:
+            # If another program removes them again, the marker is again that of before.
+            self._marker = []
             confirmed, busy = await self._publish(conn, unconfirmed)
             found = await self._query_tables(conn, consumers) | confirmed
         return found, busy
