@@ -16,9 +16,7 @@ from tests.leases.virtual import in_virtual_time
 
 from moored.broker import (
     Broker,
-    BrokerApp,
     BrokerOff,
-    Identity,
     LiveEvent,
     LiveStream,
     MemorySource,
@@ -256,27 +254,6 @@ async def test_index_keeps_no_channels_of_streams_that_have_ended() -> None:
         async with broker.subscribe(ACME, ["orders", "refunds"]):
             pass
         assert [*broker._audience._index[ACME]] == ["orders"]
-
-
-async def test_streams_one_after_the_other_share_one_timer() -> None:
-    scope = {
-        "type": "http",
-        "method": "GET",
-        "path": "/v1/subscribe",
-        "headers": [(b"x-api-key", b"x")],
-    }
-
-    async def receive() -> dict[str, str]:
-        return {"type": "http.disconnect"}
-
-    async def send(message: object) -> None:
-        pass
-
-    async with Broker(MemorySource()) as broker:
-        app = BrokerApp(broker, lambda token: Identity(ACME))
-        for _ in range(3):
-            await app(scope, receive, send)
-        assert len(app._tasks) == 1
 
 
 async def test_limits_refuse_streams() -> None:

@@ -154,7 +154,8 @@ class Broker:
         self.up = False
         self._begun = asyncio.Event()
         self.last_error = ""
-        self._draining = False
+        #: Whether the broker refuses new streams, and ends the open ones.
+        self.draining = False
         feed = Child("source", self._run, backoff=Backoff(0.5, 5.0, jitter="half"))
         self._supervisor = Supervisor(
             name,
@@ -199,7 +200,7 @@ class Broker:
 
         Clients then reconnect one by one, too, for example to another node.
         """
-        self._draining = True
+        self.draining = True
         left = list(self._audience)
         random.shuffle(left)
         at_once = math.ceil(len(left) / 100)
@@ -362,7 +363,7 @@ class Broker:
     def _check_room(self, tenant: str) -> None:
         if self._source is None:
             raise BrokerOff("live events are off: the broker has no source")
-        if self._draining or self._supervisor.state != "running":
+        if self.draining or self._supervisor.state != "running":
             raise BrokerOff("the broker is stopping, or was not started")
         total, each = self.max_streams, self._max_per_tenant
         if len(self._audience) >= total:

@@ -23,9 +23,10 @@ from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs
 
-from moored.kernel import Clock, Tasks, awaited
+from moored.kernel import Clock, SignalCall, awaited
 
 from ._broker import Broker
+from ._cut import ClientConnection
 from ._events import BrokerOff, StreamStart, TooManyStreams, sse
 from ._identity import Authenticator, Identity, Tickets
 from ._stream import LiveStream
@@ -41,6 +42,9 @@ Headers = list[tuple[bytes, bytes]]
 PATHS = {"/v1/subscribe": "GET", "/v1/tickets": "POST", "/v1/subscribe.js": "GET"}
 #: Seconds between two checks of all streams.
 TICK = 1.0
+#: Seconds within which the streams end at a signal, one by one, and after which a client that does
+#: not read is then cut: a server stops within five seconds.
+DRAIN, STALLED = 2.0, 1.0
 STREAM_HEADERS: Headers = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -65,41 +69,38 @@ class _Refused(Exception):
 class _HttpStream:
     """An open stream over HTTP."""
 
-    __slots__ = ("_receive", "_task", "expires", "last_sent", "stalled", "stream", "writing_since")
+    __slots__ = ("_task", "client", "expires", "last_sent", "stalled", "stream", "writing_since")
 
     def __init__(
-        self, stream: LiveStream, receive: Receive, expires: float | None, now: float
+        self, stream: LiveStream, client: ClientConnection, expires: float | None, now: float
     ) -> None:
         self.stream = stream
+        self.client = client
         #: When the credentials expire; by the time of the loop.
         self.expires = expires
         self.last_sent = now
         self.writing_since: float | None = None
         self.stalled = False
         self._task = asyncio.current_task()
-        self._receive = receive
 
     def abort(self) -> None:
-        """Give up a client that does not read.
-
-        ASGI cannot abort a response: a server that is not uvicorn, or a middleware that wraps
-        `receive`, closes the connection only after it has written the rest.
-        """
-        transport = getattr(getattr(self._receive, "__self__", None), "transport", None)
-        if transport is not None:
-            transport.abort()
-        elif self._task is not None and not self.stalled:
+        """Give up a client that does not read: cut its connection, or else cancel the response."""
+        if (self.stalled or not self.client.cut()) and self._task is not None:
             self._task.cancel()
         self.stalled = True
 
     def forgive(self) -> None:
-        """Undo the cancellation of the task, whose stream has ended."""
+        """Undo the cancellations of the task, whose stream has ended."""
         if self._task is not None:
-            self._task.uncancel()
+            while self._task.cancelling():
+                self._task.uncancel()
 
 
 class BrokerApp:
     """An ASGI app for the streams of a broker; it can be mounted in Starlette and FastAPI.
+
+    While streams are open, SIGTERM and SIGINT drain the broker, because servers wait for open
+    responses; the handlers of the server are called as well.
 
     :param authenticate: returns the identity for a token, which is sent as `Authorization: Bearer`
         or as `X-API-Key`.
@@ -108,7 +109,8 @@ class BrokerApp:
     :param origins: the origins of pages that may open streams (CORS), such as
         `https://app.example`.
     :param keepalive: seconds after which an idle stream sends a comment.
-    :param send_timeout: seconds after which a stream ends whose client does not read.
+    :param send_timeout: seconds after which the connection of a client that does not read is cut;
+        one second when the broker drains.
     :param retry: the seconds after which a client reconnects, at least and at most.
     """
 
@@ -134,7 +136,10 @@ class BrokerApp:
         self._clock = clock or Clock.current()
         self._tickets = Tickets(clock=self._clock)
         self._connections: dict[_HttpStream, None] = {}
-        self._tasks = Tasks()
+        # The loop on which the next check of all streams is scheduled.
+        self._checked_by: asyncio.AbstractEventLoop | None = None
+        self._stopping = False
+        self._at_signals = SignalCall(self._stop)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -184,7 +189,7 @@ class BrokerApp:
                 await write(sse("expired", "{}", None))
             await write(b"", more=False)
 
-        await self._serve(stream, identity, receive, begin, write_items, end)
+        await self._serve(stream, identity, request, receive, begin, write_items, end)
 
     async def _websocket(self, request: _Request, receive: Receive, send: Send) -> None:
         stream, identity = await self._open(request)
@@ -203,7 +208,7 @@ class BrokerApp:
             if stream.start:
                 await write_items([StreamStart(stream.start)])
 
-        await self._serve(stream, identity, receive, begin, write_items, end)
+        await self._serve(stream, identity, request, receive, begin, write_items, end)
 
     async def _ticket(self, request: _Request, send: Send) -> None:
         identity = await self._identify(request, tickets=False)
@@ -262,6 +267,7 @@ class BrokerApp:
         self,
         stream: LiveStream,
         identity: Identity,
+        request: _Request,
         receive: Receive,
         begin: Callable[[], Awaitable[None]],
         write_items: Callable[[Collection[Any]], Awaitable[None]],
@@ -273,10 +279,13 @@ class BrokerApp:
         expires = None
         if identity.expires is not None:
             expires = loop.time() + identity.expires - self._clock.wall()
-        connection = _HttpStream(stream, receive, expires, loop.time())
+        client = ClientConnection(request.scope, receive)
+        connection = _HttpStream(stream, client, expires, loop.time())
+        self._at_signals.activate()
         self._connections[connection] = None
-        if all(task.done() for task in self._tasks):
-            self._tasks.start(self._tick(), name=f"{self.broker.name}-tick")
+        if self._checked_by is not loop:
+            self._checked_by = loop
+            loop.call_later(TICK, self._tick, loop)
         watching = asyncio.ensure_future(_end_when_gone(receive, stream))
         try:
             connection.writing_since = connection.last_sent
@@ -293,30 +302,41 @@ class BrokerApp:
             pass  # the client is gone: some servers raise it, others ignore what is sent
         except asyncio.CancelledError:
             if not connection.stalled:
+                client.cut()  # the server would wait until the client has read what was written
                 raise
             connection.forgive()
         finally:
             self._connections.pop(connection, None)
+            if self._stopping:
+                loop.call_later(STALLED, client.cut_if_closing)
             self.broker.close(stream)
             watching.cancel()
             with suppress(asyncio.CancelledError):
                 await watching
 
-    async def _tick(self) -> None:
+    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Check all streams now and then: a timer for each would cost more than its events."""
-        loop = asyncio.get_running_loop()
-        while self._connections:
-            now = loop.time()
-            for connection in list(self._connections):
-                subscriber = connection.stream.subscriber
-                since = connection.writing_since
-                if connection.expires is not None and now >= connection.expires:
-                    subscriber.end("expired")
-                if since is not None and now - since > self._send_timeout:
-                    connection.abort()
-                elif since is None and now - connection.last_sent >= self._keepalive:
-                    subscriber.keepalive()
-            await asyncio.sleep(TICK)
+        now = loop.time()
+        patience = min(STALLED, self._send_timeout) if self.broker.draining else self._send_timeout
+        for connection in list(self._connections):
+            subscriber = connection.stream.subscriber
+            since = connection.writing_since
+            if connection.expires is not None and now >= connection.expires:
+                subscriber.end("expired")
+            if since is not None and now - since > patience:
+                connection.abort()
+            elif since is None and now - connection.last_sent >= self._keepalive:
+                subscriber.keepalive()
+        if self._connections:
+            loop.call_later(TICK, self._tick, loop)
+        else:
+            self._checked_by = None
+            self._at_signals.deactivate()
+
+    async def _stop(self) -> None:
+        """End the streams at a signal: the server waits for them before it stops the app."""
+        self._stopping = True
+        await self.broker.drain(DRAIN)
 
     # -- who may do that -----------------------------------------------------------------------
 
@@ -366,6 +386,7 @@ class _Request:
     """What is read of an ASGI scope."""
 
     def __init__(self, scope: Scope) -> None:
+        self.scope = scope
         #: Empty for a WebSocket.
         self.method: str = scope.get("method", "")
         #: Whether a WebSocket can be refused with any status.

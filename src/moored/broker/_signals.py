@@ -14,8 +14,8 @@ __all__ = ["drain_on_signals"]
 def drain_on_signals(broker: Broker, over: float = 5.0) -> AbstractContextManager[None]:
     """Drain a broker when the process gets SIGTERM or SIGINT, while this block runs.
 
-    uvicorn and others wait for all responses at these signals, and end the lifespan of the
-    application only afterwards: use it in the lifespan. The handlers of the server are called as
-    well. The lifespan of a `moored.App` does it for the brokers of the app.
+    `BrokerApp` does that by itself. Use it in the lifespan of an application whose own endpoints
+    use `broker.subscribe()`: web servers wait for their responses, and end the lifespan afterwards.
+    The handlers of the server are called as well.
     """
     return call_on_signals(lambda: broker.drain(over))

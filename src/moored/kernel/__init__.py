@@ -46,7 +46,7 @@ from ._recorder import Event, Recorder, RecorderStatistics
 from ._registry import Down, Registration, Registry, Via
 from ._rules import AutoShutdown, Failure, Restart, Strategy
 from ._secrets import HIDDEN, SECRETS, Secrets, redacted, unescaped_password
-from ._signals import call_on_signals
+from ._signals import SignalCall, call_on_signals
 from ._state import State
 from ._status import StatusMonitor
 from ._supervisor import Supervisor
@@ -84,6 +84,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "KeyedStatistics",
     "KeyedWorkers",
     "LoopThread",
+    "SignalCall",
     "SingleFlight",
     "Tasks",
     "all_of",
