@@ -57,7 +57,7 @@ def _cut(connection: Connection) -> None:
     connection.session.server.hang_up(connection.session)
 
 
-async def _in_thread(call: Callable[[], T], *, name: str) -> T:
+def _in_thread(call: Callable[[], T], *, name: str) -> asyncio.Future[T]:
     """A thread that continues after its waiter was cancelled."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -73,7 +73,7 @@ async def _in_thread(call: Callable[[], T], *, name: str) -> T:
                 done.set_result(result)
 
     loop.call_later(_world().rng.choice((0.0, 0.001, 0.05)), work)
-    return await done
+    return done
 
 
 def _pool(
@@ -163,14 +163,17 @@ class WatchedManager(Manager):
 
 
 def _of_core(core: ManagerCore) -> Instance:
-    return next(
-        each for each in _world().instances if each.pg is not None and each.pg._stack.core is core
-    )
+    return next(each for each in _world().instances if _core_of(each) is core)
+
+
+def _core_of(instance: Instance) -> ManagerCore | None:
+    stack = getattr(instance.pg, "_stack", None)  # it is opened in a thread
+    return None if stack is None else stack.core
 
 
 def _of_backoff(backoff: Backoff) -> Instance | None:
     for each in _world().instances:
-        if each.pg is not None and each.pg._stack.core.backoff is backoff:
+        if (core := _core_of(each)) is not None and core.backoff is backoff:
             return each
     return None
 

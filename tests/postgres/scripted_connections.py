@@ -15,6 +15,7 @@ from psycopg import errors
 from moored.postgres._errors import StreamEnded
 from moored.postgres.manage._manager_core import ManagerCore, Role
 from moored.postgres.manage._parts import PostedEvent
+from moored.postgres.manage._pools import PoolStatus
 from moored.postgres.server._faults import FaultVerdict, diagnose
 from moored.reservoir import PoolClosed
 
@@ -139,6 +140,12 @@ class Pool:
     @property
     def pool(self) -> Pool:
         return self
+
+    @property
+    def status(self) -> PoolStatus:
+        if self.ready:
+            return PoolStatus.READY
+        return PoolStatus.STARTING if self._session is None else PoolStatus.REPOPULATING
 
     async def run(self) -> None:
         try:

@@ -38,7 +38,7 @@ class Log:
         self.resets: list[str] = []
         self.more = asyncio.Event()
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         pass
 
     async def reset(self, reason: str) -> None:

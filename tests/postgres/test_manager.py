@@ -14,6 +14,7 @@ import pytest
 
 from moored.kernel import Backoff, Clock, Recorder, Supervisor
 from moored.postgres._settings import Settings
+from moored.postgres.consume import StateStore
 from moored.postgres.manage import Stack
 from moored.postgres.manage._manager import Manager, SubsystemFailed
 from moored.postgres.manage._manager_core import Act, Action, Actions, Timer
@@ -38,10 +39,13 @@ async def manager(tmp_path: Path) -> AsyncIterator[Manager]:
 @contextlib.contextmanager
 def made(tmp_path: Path) -> Iterator[Manager]:
     clock = Clock.current()
+    store = StateStore(tmp_path / "state.db")
     stack = Stack(
         Settings(database_url=URL, replication_url=URL, state_dir=tmp_path),
         clock,
         Recorder(clock=clock),
+        store,
+        store.load(),
     )
     try:
         yield Manager(stack, lambda: None)

@@ -402,9 +402,9 @@ class Process:
         self.hub = hub = Hub(self.store, Recorder())
         hub.on_tables = lambda: confirm_all(hub)
 
-    def stream(self, confirmed: int, *ends: int) -> None:
+    async def stream(self, confirmed: int, *ends: int) -> None:
         """It has the lock, and so much comes."""
-        self.hub.reload()
+        await self.hub.reload()
         self.hub.on_tables()
         self.hub.begin(HISTORY, confirmed)
         for end in ends:
@@ -433,11 +433,11 @@ async def test_a_waiting_process_overwrites_nothing_when_it_closes(
 ) -> None:
     first, second = two
     changes = first.hub.attach("search")
-    first.stream(100, 110, 120)
+    await first.stream(100, 110, 120)
     await first.hub.checkpoint(100)
-    second.hub.reload()
+    await second.hub.reload()
     await first.hub.reset("restored")
-    first.stream(50, 60)
+    await first.stream(50, 60)
     await first.hub.checkpoint(50)
     await second.hub.save()
     with pytest.raises(StreamEnded, match="another instance"):
@@ -451,15 +451,15 @@ async def test_acknowledgements_of_another_process_are_respected(
     two: tuple[Process, Process],
 ) -> None:
     first, second = two
-    second.hub.reload()
+    await second.hub.reload()
     theirs, slow = first.hub.attach("search"), first.hub.attach("slow")
-    first.stream(100, 110, 120)
+    await first.stream(100, 110, 120)
     for item in list(theirs._queue):
         assert isinstance(item, Transaction)
         await item.ack()
     await first.hub.checkpoint(100)
     ours, late = second.hub.attach("search"), second.hub.attach("slow")
-    second.stream(100, 110, 120, 130)
+    await second.stream(100, 110, 120, 130)
     assert (given(ours), given(late)) == ([130], [110, 120, 130])
     del slow
 
@@ -470,13 +470,13 @@ async def test_a_consumer_dropped_by_another_process_retains_nothing(
     first, second = two
     first.hub.attach("gone")
     here = first.hub.attach("here")
-    first.stream(100, 110)
+    await first.stream(100, 110)
     await first.hub.checkpoint(100)
-    second.hub.reload()
+    await second.hub.reload()
     changes = second.hub.attach("here")
     await first.hub.drop("gone")
     await first.hub.drop("here")
-    second.stream(105, 110)
+    await second.stream(105, 110)
     assert set(second.hub.consumers()) == {"here"}
     assert "was dropped by another instance" in str(given(changes)[0])
     assert second.hub.flushed() == 105
@@ -487,11 +487,11 @@ async def test_an_acknowledgement_from_before_a_reset_is_invalid(tmp_path: Path)
     """The place may be that of another transaction by now."""
     process = Process(tmp_path)
     changes = process.hub.attach("search")
-    process.stream(100, 110)
+    await process.stream(100, 110)
     held = changes._queue.popleft()
     assert isinstance(held, Transaction)
     await process.hub.reset("restored")
-    process.stream(105, 110)
+    await process.stream(105, 110)
     await held.ack()
     assert process.hub.flushed() == 105
     assert given(changes) == ["restored", 110]

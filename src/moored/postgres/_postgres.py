@@ -170,8 +170,17 @@ class Postgres:
         """Open the connections in the background; `async with` calls this."""
         if self._state != "new":
             raise PostgresError(f"{self!r} was opened before: create a new one")
+        self._state = "opening"
+        try:
+            stack = await Stack.open(self.settings, self.clock, self.recorder)
+        except BaseException:
+            self._state = "closed"
+            raise
+        if self._state != "opening":
+            await stored(stack.store.close)
+            raise PostgresError(f"{self!r} was closed while it was opened")
+        self._stack = stack
         self._state = "open"
-        self._stack = stack = Stack(self.settings, self.clock, self.recorder)
         self._hub = stack.hub
         self._saved_copies = SavedCopies(stack.store)
         self.machine, self.monitor = stack.machine, stack.monitor
@@ -616,7 +625,8 @@ class Postgres:
 
     def _check_open(self) -> None:
         if self._state != "open":
-            hint = "use `async with`" if self._state == "new" else "create a new one"
+            new = self._state in ("new", "opening")
+            hint = "use `async with`" if new else "create a new one"
             raise PostgresError(f"{self!r} is not open: {hint}")
 
     def _check_works(self) -> bool:

@@ -4,7 +4,7 @@ from ._consumer import Attachment, Changes, Reset, Transaction
 from ._hub import Hub
 from ._integrity import Integrity
 from ._publisher import Publisher
-from ._store import StateStore, stored
+from ._store import StateStore, StoredState, stored
 from ._tables import mistakes, shortened
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Publisher",
     "Reset",
     "StateStore",
+    "StoredState",
     "Transaction",
     "mistakes",
     "shortened",

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 from moored.kernel import Clock, Recorder, counted
@@ -25,59 +24,36 @@ from ._backlog import Backlog
 from ._backpressure import Backpressure
 from ._consumer import Attachment, Changes, Reset, Transaction
 from ._continuity import NO_COMMIT, CommitMark, Continuity
+from ._known import KnownConsumer, progress_of
 from ._progress import Progress
 from ._published import Published
-from ._store import Saved, StateStore, stored
+from ._store import GIVEN_UP, SLOT_CREATED, StateStore, StoredState, stored
 from ._tables import Followed, Table, dump, load
 
 __all__ = ["Hub"]
 
 log = logging.getLogger("moored.postgres")
 
-#: The stored position at which the slot was created.
-_SLOT_CREATED = "slot created"
-
-
-@dataclass(eq=False)
-class _KnownConsumer:
-    """A consumer that is known by its name."""
-
-    name: str
-    #: None before its first position, and after a reset.
-    progress: Progress | None = None
-    #: The reset that it has not handled yet.
-    reset: Reset | None = None
-    #: The tables that it follows, as they were last confirmed.
-    followed: dict[str, Followed] = field(default_factory=dict)
-    #: The attachment whose acknowledgements are valid, also after its end.
-    attachment: Attachment | None = None
-    #: Whether its tables were confirmed since the last reset: only then it gets a `Reset` and later
-    #: transactions.
-    confirmed: bool = False
-    #: The number of the check that has confirmed its tables last.
-    checked: int = 0
-    #: Whether it was not given transactions because it was not confirmed.
-    skipped: bool = False
-    #: The transactions that it would need again if it attached again.
-    backlog: Backlog | None = None
-    #: Whether it needs transactions which only the server has: until these are sent again, it is
-    #: given none.
-    behind: bool = False
-    #: A `start=` that was not checked against the server yet.
-    start: Position | None = None
-
 
 class Hub:
-    """The consumers of one stream."""
+    """The consumers of one stream.
+
+    :param state: what the store has; without it, it is read here.
+    """
 
     def __init__(
-        self, store: StateStore, recorder: Recorder, *, clock: Clock | None = None
+        self,
+        store: StateStore,
+        recorder: Recorder,
+        *,
+        clock: Clock | None = None,
+        state: StoredState | None = None,
     ) -> None:
         self._store = store
         self._recorder = recorder
         self.pressure = Backpressure(self.attached, clock or Clock.system())
         #: All consumers by their names, also those that are not attached.
-        self._known: dict[str, _KnownConsumer] = {}
+        self._known: dict[str, KnownConsumer] = {}
         self._attached: weakref.WeakValueDictionary[str, Changes] = weakref.WeakValueDictionary()
         #: Whether `on_progress` was called since the last `flushed()`.
         self._progress_reported = False
@@ -102,27 +78,39 @@ class Hub:
         self.on_rewind: Callable[[], None] = lambda: None
         #: Called when the tables of consumers must be checked: one attached, or a table changed.
         self.on_tables: Callable[[], None] = lambda: None
-        self._times_reset = store.resets().times
-        self.reload()
+        state = state or store.load()
+        self._times_reset = state.resets.times
+        self._take(state)
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Read the stored state: another process may have had the lock, and changed it."""
-        kept, resets = self._store.consumers(), self._store.resets()
+        self._take(await stored(self._store.load))
+
+    def _take(self, state: StoredState) -> None:
+        kept, resets = state.consumers, state.resets
+        #: The highest LSN that may have been confirmed; None if unknown.
+        self._confirmed: int | None = state.confirmed
+        #: The entries of the publication that were added here.
+        self._added = state.added
+        #: The position at which the slot was created.
+        self._slot_created = state.slot_created and Position.parse(state.slot_created)
+        self._reset_number = state.reset_number
         missed = Reset(resets.reason) if resets.times != self._times_reset else None
         self._times_reset = resets.times
         if missed is not None:
             self.seen = None
             self._last = NO_COMMIT
-        self._last = max(self._last, self._store.last())
+        self._last = max(self._last, state.last)
         for name in [name for name in self._known if name not in kept]:
             self._dropped_elsewhere(name)
         for name, saved in kept.items():
-            known = self._known.setdefault(name, _KnownConsumer(name))
+            known = self._known.setdefault(name, KnownConsumer(name))
             known.followed = load(saved.followed)
+            known.stored = saved.acknowledged or 0
             if missed is not None:
                 known.attachment = None
             if missed is not None or known.progress is None:
-                known.progress = _progress_of(saved)
+                known.progress = progress_of(saved)
             elif saved.acknowledged is not None:
                 known.progress.reached(saved.acknowledged, saved.delivered)
             reset = saved.reset or (missed if name in self._attached else None)
@@ -133,14 +121,21 @@ class Hub:
     def _dropped_elsewhere(self, name: str) -> None:
         del self._known[name]
         if name in self._attached:
-            known = self._known[name] = _KnownConsumer(name)
+            known = self._known[name] = KnownConsumer(name)
             reason = f"the consumer {name!r} was dropped by another instance"
-            self._store.add(name, None)
-            self._start_over(known, self._store.reset(reason, name))
+            self._store.post(self._store.put_new, name, None)
+            self._start_over(known, self._new_reset(reason, name))
 
-    def _start_over(self, known: _KnownConsumer, reset: Reset) -> None:
+    def _new_reset(self, reason: str, name: str) -> Reset:
+        """Reset a consumer in the store, soon."""
+        self._reset_number += 1
+        reset = Reset(reason, self._reset_number)
+        self._store.post(self._store.put_reset, reset, name)
+        return reset
+
+    def _start_over(self, known: KnownConsumer, reset: Reset) -> None:
         """Reset a consumer: deliver the `Reset` now, when it is confirmed, or when it attaches."""
-        known.reset, known.backlog, known.attachment = reset, None, None
+        known.reset, known.backlog, known.attachment, known.stored = reset, None, None, 0
         if (changes := self._attached.get(known.name)) is not None:
             changes._start_over()
             known.attachment = changes._attachment
@@ -173,7 +168,7 @@ class Hub:
         self.on_tables()
         return changes
 
-    def _join(self, known: _KnownConsumer, progress: Progress, changes: Changes) -> None:
+    def _join(self, known: KnownConsumer, progress: Progress, changes: Changes) -> None:
         """Let a known consumer join a stream that may be running."""
         at = progress.acknowledged
         if self.seen is None:
@@ -196,31 +191,29 @@ class Hub:
         return Backlog(self.pressure.queue_bytes, self.pressure.queue_length, complete)
 
     def _add(self, name: str) -> None:
-        if (saved := self._store.consumers().get(name)) is not None:  # added by another process
-            followed = load(saved.followed)
-            self._known[name] = _KnownConsumer(name, _progress_of(saved), saved.reset, followed)
-            return
-        self._store.add(name, self.seen)  # first: it may fail
-        known = self._known[name] = _KnownConsumer(name)
+        # If another process has added it, its state is read with the lock of the stream.
+        self._store.post(self._store.put_new, name, self.seen)
+        known = self._known[name] = KnownConsumer(name)
         if self.seen is not None:
             known.progress = Progress(self.seen)
             if self.adopted:
-                known.reset = self._store.reset(
+                known.reset = self._new_reset(
                     "the stored state of this stream was lost, so the position of the consumer "
                     f"{name!r} is unknown: it begins at the newest transaction",
                     name,
                 )
 
     def _start_at(self, name: str, start: Position) -> None:
-        history, reason = self._store.history(), None
+        # Without a stream, `check_starts` decides.
+        history, reason = self.history, None
         if history is not None and start.history != history:
             reason = of_another_history(start, history)
         elif self._precedes_slot(start):
             reason = before_the_slot(start)
-        known = self._known.get(name) or _KnownConsumer(name)
+        known = self._known.get(name) or KnownConsumer(name)
         if reason is not None:
-            self._store.add(name, self.seen)
-            known.reset = self._store.reset(reason, name)
+            self._store.post(self._store.put, name, self.seen)
+            known.reset = self._new_reset(reason, name)
             known.progress = None if self.seen is None else Progress(self.seen)
             self._known[name] = known
             return
@@ -229,16 +222,13 @@ class Hub:
         delivered = received if known.progress is None else known.progress.delivered
         # The position is stored when the server has confirmed that it exists: a stored position
         # beyond the end of the WAL would reset all consumers. An earlier one is stored now.
-        saved = self._store.consumers().get(name)
-        kept = None if saved is None else saved.acknowledged
-        self._store.add(name, None if kept is None else min(kept, start.lsn))
+        self._store.post(self._store.put_start, name, start.lsn)
         known.progress, known.start = Progress(start.lsn, delivered), start
         self._known[name] = known
 
     def _precedes_slot(self, start: Position) -> bool:
         """Return whether the slot was created after a position, perhaps by another process."""
-        text = self._store.fact(_SLOT_CREATED)
-        created = start if text is None else Position.parse(text)
+        created = self._slot_created or start
         return start.history == created.history and start.lsn < created.lsn
 
     def check_starts(self, history: History, found: Findings) -> None:
@@ -248,21 +238,22 @@ class Hub:
         """
         self._log_end = int(found.wal_position)
         if found.slot_created:
-            self._store.set_fact(_SLOT_CREATED, str(Position(history, found.confirmed)))
+            self._slot_created = Position(history, found.confirmed)
+            self._store.post(self._store.put_fact, SLOT_CREATED, str(self._slot_created))
         for known, start in self._starting():
             if start.history != history:
                 self._refuse_start(known, of_another_history(start, history))
-            elif found.slot_created:
+            elif found.slot_created or self._precedes_slot(start):
                 self._refuse_start(known, before_the_slot(start))
             elif start.lsn > found.wal_position:
                 self._refuse_start(known, beyond_the_end(start, found.wal_position))
 
-    def _starting(self) -> list[tuple[_KnownConsumer, Position]]:
+    def _starting(self) -> list[tuple[KnownConsumer, Position]]:
         return [(each, each.start) for each in self._known.values() if each.start is not None]
 
-    def _refuse_start(self, known: _KnownConsumer, reason: str) -> None:
+    def _refuse_start(self, known: KnownConsumer, reason: str) -> None:
         known.start = known.progress = None
-        self._start_over(known, self._store.reset(reason, known.name))
+        self._start_over(known, self._new_reset(reason, known.name))
 
     def detach(self, changes: Changes) -> None:
         """Detach a consumer; it may still acknowledge delivered transactions."""
@@ -286,7 +277,8 @@ class Hub:
             if (changes := self._attached.get(name)) is not None:
                 changes._end(PostgresError(f"the consumer {name!r} was dropped while attached"))
                 self.detach(changes)
-            await stored(self._store.drop, name)
+            self._store.post(self._store.put_dropped, name)
+            await stored(self._store.flush)
             self.on_tables()
         else:
             await self._reset_one(name, reason)
@@ -300,6 +292,7 @@ class Hub:
     async def _reset_one(self, name: str, reason: str, at: int = 0) -> None:
         # Store it first: after a crash, a confirmed position must not be unknown here.
         reset = await stored(self._store.reset, reason, name)
+        self._reset_number = max(self._reset_number, reset.number)
         if (known := self._known.get(name)) is None:
             return  # it was dropped meanwhile
         # Transactions were received meanwhile: discard queued and outstanding ones in one step.
@@ -332,7 +325,8 @@ class Hub:
     def begin(self, history: History, confirmed: int) -> None:
         """Start a stream at this LSN; consumers without a position start with it."""
         self.history = history
-        self._continuity = Continuity(self._last, self._store.confirmed() or 0, confirmed)
+        self._continuity = Continuity(self._last, self._confirmed or 0, confirmed)
+        self._confirmed = max(self._confirmed or 0, confirmed)
         self.seen = confirmed if self.seen is None else max(self.seen, confirmed)
         for known, start in self._starting():
             # It may have attached after check_starts().
@@ -353,7 +347,7 @@ class Hub:
             known.start = None
         self.published.notify()
 
-    def _too_early(self, known: _KnownConsumer, progress: Progress, confirmed: int) -> None:
+    def _too_early(self, known: KnownConsumer, progress: Progress, confirmed: int) -> None:
         """Reset a consumer whose `start=` is before transactions that the server has discarded."""
         reason = (
             f"the position {Lsn(progress.acknowledged)} is before the last acknowledged "
@@ -361,7 +355,7 @@ class Hub:
             "transactions in between"
         )
         known.progress = Progress(confirmed, confirmed)
-        self._start_over(known, self._store.reset(reason, known.name))
+        self._start_over(known, self._new_reset(reason, known.name))
 
     def apply_all(self, done: Sequence[Committed]) -> None:
         """Take transactions in commit order, and deliver them to the consumers."""
@@ -397,7 +391,7 @@ class Hub:
     def _compare(self, difference: str | None) -> None:
         """End a stream of another history before any transaction of it is delivered."""
         if difference is not None:
-            self._store.give_up(difference)
+            self._store.post(self._store.put_fact, GIVEN_UP, difference)
             raise StreamEnded(difference)
 
     def _give(
@@ -445,17 +439,21 @@ class Hub:
         now = {name: progress.acknowledged for name, progress in known.items()}
         delivered = {name: progress.delivered for name, progress in known.items()}
         times_reset, confirmed = self._times_reset, Lsn(min(end, LAST))
-        await stored(
+        if not await stored(
             self._store.save, confirmed, now, delivered, last=self._last, times_reset=times_reset
-        )
-        if self._store.resets().times != times_reset:
+        ):
             # Nothing was stored, so nothing may be confirmed.
             raise StreamEnded("another instance with the same state_dir has reset the stream")
+        self._confirmed = max(self._confirmed or 0, confirmed)
+        for name, at in now.items():
+            if (consumer := self._known.get(name)) is not None and consumer.progress is known[name]:
+                consumer.stored = max(consumer.stored, at)
 
     async def reset(self, reason: str) -> None:
         """Reset all consumers: the server's history is not the known one."""
-        reset = await stored(self._store.reset, reason)
-        self._times_reset = self._store.resets().times
+        reset, state = await stored(lambda: (self._store.reset(reason), self._store.load()))
+        self._times_reset, self._reset_number = state.resets.times, state.reset_number
+        self._confirmed = None
         self.seen = None
         self._applied = 0
         self._last = NO_COMMIT
@@ -483,9 +481,14 @@ class Hub:
 
     async def save(self) -> None:
         """Store all positions."""
-        if (confirmed := self._store.confirmed()) is not None:
+        if self._confirmed is not None:
             with contextlib.suppress(StreamEnded):
-                await self.checkpoint(confirmed)
+                await self.checkpoint(self._confirmed)
+
+    def stored(self, name: str) -> int:
+        """Return the stored position of a consumer; 0 if it has none."""
+        known = self._known.get(name)
+        return 0 if known is None else known.stored
 
     # -- tables --------------------------------------------------------------------------------
 
@@ -548,14 +551,14 @@ class Hub:
         for known in self._known.values():
             oids = ",".join(each.member for each in known.followed.values())
             members |= {int(oid) for oid in oids.split(",") if oid}
-        return self._store.added() - members
+        return self._added - members
 
     async def keep_added(
         self, *, added: Collection[int] = (), removed: Collection[int] = ()
     ) -> None:
         """Store which entries of the publication were added here."""
-        now = (self._store.added() | set(added)) - set(removed)
-        await stored(self._store.set_added, now)
+        self._added = (self._added | set(added)) - set(removed)
+        await stored(self._store.set_added, self._added)
 
     async def keep_followed(self, followed: dict[str, str]) -> None:
         """Store which tables consumers follow, with one write for all consumers."""
@@ -606,7 +609,7 @@ class Hub:
         """Return the state of each consumer, as plain data."""
         return {name: self._describe(known) for name, known in self._known.items()}
 
-    def _describe(self, known: _KnownConsumer) -> dict[str, object]:
+    def _describe(self, known: KnownConsumer) -> dict[str, object]:
         changes, progress = self._attached.get(known.name), known.progress
         return {
             "attached": changes is not None,
@@ -622,7 +625,3 @@ class Hub:
 
     def __repr__(self) -> str:
         return f"<Hub: {counted(len(self._known), 'consumer')}, {len(self._attached)} attached>"
-
-
-def _progress_of(saved: Saved) -> Progress | None:
-    return None if saved.acknowledged is None else Progress(saved.acknowledged, saved.delivered)

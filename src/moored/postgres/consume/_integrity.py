@@ -15,7 +15,7 @@ from .._lsn import Lsn
 from .._position import History
 from ..server import Findings
 from ..stream import LogCollector
-from ._store import StateStore, stored
+from ._store import StateStore, StoredState, stored
 
 __all__ = ["Integrity"]
 
@@ -34,22 +34,26 @@ class Integrity:
     async def check(self, found: Findings) -> None:
         """Compare the stored state with the server's; reset all consumers if they differ."""
         history = History(found.system_id, found.timeline_id)
-        self.hub.reload()
-        known = self.store.history()
+        await self.hub.reload()
+        known, state, given_up = await stored(
+            lambda: (self.store.history(), self.store.load(), self.store.given_up())
+        )
         self.hub.adopted |= known is None and not found.slot_created
-        reason = self.difference(known, history, found)
+        reason = given_up
+        if reason is None and known is not None:
+            reason = self.difference(known, history, found, state)
         if reason is not None:
             self.emit("warning", reason)
             await self.hub.reset(reason)
         self.hub.check_starts(history, found)
-        if reason is not None or known != history or self.store.confirmed() is None:
+        if reason is not None or known != history or state.confirmed is None:
             await stored(self.store.set_history, history, found.confirmed)
 
-    def difference(self, known: History | None, now: History, found: Findings) -> str | None:
+    def difference(
+        self, known: History, now: History, found: Findings, state: StoredState
+    ) -> str | None:
         """Return why the stored state belongs to another history; None if it does not."""
-        confirmed, given_up = self.store.confirmed(), self.store.given_up()
-        if known is None or given_up is not None:
-            return given_up
+        confirmed = state.confirmed
         if (other := known.difference(now)) is not None:
             return other
         if found.slot_created:
@@ -59,18 +63,12 @@ class Integrity:
                 f"another program has moved the replication slot, from {confirmed} to "
                 f"{found.confirmed}"
             )
-        if (furthest := self._furthest()) > found.wal_position:
+        if (furthest := _furthest(state)) > found.wal_position:
             return (
                 f"the database's WAL ends at {found.wal_position}, and had reached {furthest} "
                 "before: a copy of its disk was restored, or it has lost WAL"
             )
         return None
-
-    def _furthest(self) -> Lsn:
-        """Return the last LSN that is known to have existed."""
-        places = [saved.acknowledged for saved in self.store.consumers().values()]
-        known = [at for at in [self.store.confirmed(), *places] if at is not None]
-        return max(known, default=Lsn(0))
 
     async def forget(self, reason: str) -> None:
         """Store that the slot was given up: with the next slot, all consumers are reset.
@@ -80,3 +78,10 @@ class Integrity:
         """
         self.emit("warning", reason)
         await stored(self.store.give_up, reason)
+
+
+def _furthest(state: StoredState) -> Lsn:
+    """Return the last LSN that is known to have existed."""
+    places = [saved.acknowledged for saved in state.consumers.values()]
+    known = [at for at in [state.confirmed, *places] if at is not None]
+    return max(known, default=Lsn(0))

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import sqlite3
 import threading
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from moored.kernel import in_thread
 
@@ -25,13 +27,20 @@ from .._position import History
 from ._consumer import Reset
 from ._continuity import NO_COMMIT, CommitMark
 
-__all__ = ["Resets", "Saved", "StateStore", "stored"]
+__all__ = ["Resets", "Saved", "StateStore", "StoredState", "stored"]
+
+log = logging.getLogger("moored.postgres")
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 #: How many seconds to wait for another process that reads or writes the file.
 PATIENCE = 5.0
+
+#: The stored position at which the slot was created.
+SLOT_CREATED = "slot created"
+#: Why the slot was given up.
+GIVEN_UP = "given_up"
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -78,12 +87,35 @@ class Resets(NamedTuple):
     reason: str
 
 
+class StoredState(NamedTuple):
+    """What the file has, except for copies of tables."""
+
+    consumers: dict[str, Saved]
+    resets: Resets
+    #: The last received commit.
+    last: CommitMark
+    #: The highest LSN that was, or may have been, confirmed to the server.
+    confirmed: Lsn | None
+    #: The entries of the publication that this stream has added.
+    added: set[int]
+    #: The position at which the slot was created, as text.
+    slot_created: str | None
+    #: The number of the last reset.
+    reset_number: int
+
+
 class StateStore:
-    """The state file of one stream; thread-safe."""
+    """The state file of one stream; thread-safe.
+
+    Its methods wait for other processes that use the file, so on an event loop they are called by
+    `stored()`; only `post()` returns immediately.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock = threading.Lock()
+        #: Writes that belong to the next transaction.
+        self._posted: deque[Callable[[], object]] = deque()
         try:
             _make_private(path)
             self._database = sqlite3.connect(
@@ -138,13 +170,100 @@ class StateStore:
 
     def resets(self) -> Resets:
         """Return the number of resets of all consumers, and the reason of the last one."""
-        with self._used():
+        with self._reading():
             return self._resets()
 
     def consumers(self) -> dict[str, Saved]:
         """Return all consumers that were ever attached and not dropped."""
-        with self._used():
+        with self._reading():
             return self._consumers()
+
+    def load(self) -> StoredState:
+        """Return everything."""
+        last, confirmed = self.last(), self.confirmed()
+        with self._reading():
+            return StoredState(
+                self._consumers(),
+                self._resets(),
+                last,
+                confirmed,
+                self._added(),
+                self._value(SLOT_CREATED),
+                int(self._value("reset_number") or 0),
+            )
+
+    # -- writes without waiting ----------------------------------------------------------------
+
+    def post(self, write: Callable[..., object], *args: Any) -> None:
+        """Let a write without a transaction of its own (`put_…`) be part of the next one.
+
+        On an event loop, the next transaction begins at once, in a thread. If it fails, the write
+        stays for the one after it: no position is confirmed to the server before it is stored.
+        """
+        self._posted.append(partial(write, *args))
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            self.flush()
+        else:
+            stored(self.flush).add_done_callback(_report)
+
+    def flush(self) -> None:
+        """Store what was posted."""
+        if self._posted:
+            with self._transaction():
+                pass
+
+    def put_new(self, name: str, acknowledged: int | None) -> None:
+        """Add a consumer, unless another process has added it."""
+        at = None if acknowledged is None else str(Lsn(acknowledged))
+        self._database.execute(
+            "insert or ignore into consumers (name, acknowledged) values (?, ?)", (name, at)
+        )
+
+    def put_start(self, name: str, start: int) -> None:
+        """Add a consumer without a position, or move its position back to this LSN."""
+        saved = self._consumers().get(name)
+        kept = None if saved is None else saved.acknowledged
+        self.put(name, None if kept is None else min(kept, start))
+
+    def put(self, name: str, acknowledged: int | None) -> None:
+        """Add a consumer, or set its position."""
+        at = None if acknowledged is None else str(Lsn(acknowledged))
+        self._database.execute(
+            "insert into consumers (name, acknowledged) values (?, ?) "
+            "on conflict (name) do update set acknowledged = excluded.acknowledged",
+            (name, at),
+        )
+
+    def put_reset(self, reset: Reset, name: str | None = None) -> None:
+        """Reset all consumers, or one, with this reset."""
+        number = max(reset.number, int(self._value("reset_number") or 0))
+        self.put_fact("reset_number", str(number))
+        if name is None:
+            self._database.execute("delete from facts where name in ('confirmed', 'last')")
+            self._database.execute("delete from followed")
+            self.put_fact("resets", f"{self._resets().times + 1} {reset.reason}")
+        self._database.execute(
+            "update consumers set acknowledged = null, delivered = null, "
+            "reset = ?, reset_number = ? where name = coalesce(?, name)",
+            (*reset, name),
+        )
+
+    def put_fact(self, name: str, value: str) -> None:
+        """Store a value under a name."""
+        self._database.execute(
+            "insert into facts values (?, ?) "
+            "on conflict (name) do update set value = excluded.value",
+            (name, value),
+        )
+
+    def put_dropped(self, name: str) -> None:
+        """Remove a consumer."""
+        self._database.execute("delete from consumers where name = ?", (name,))
+        self._database.execute("delete from followed where consumer = ?", (name,))
+
+    # -- transactions --------------------------------------------------------------------------
 
     def save(
         self,
@@ -154,21 +273,21 @@ class StateStore:
         *,
         last: CommitMark = NO_COMMIT,
         times_reset: int = 0,
-    ) -> None:
+    ) -> bool:
         """Store all positions, before they are confirmed to the server.
 
-        Positions only increase. Nothing is stored if the caller does not know of the last reset,
-        which another process may have made.
+        Positions only increase. Nothing is stored, and False returned, if the caller does not know
+        of the last reset, which another process may have made.
         """
         with self._transaction():
             if self._resets().times != times_reset:
-                return
+                return False
             before = self._value("confirmed")
             if before is None or confirmed > Lsn.parse(before):
-                self._set("confirmed", str(confirmed))
+                self.put_fact("confirmed", str(confirmed))
             before = self._value("last")
             if last != NO_COMMIT and (before is None or last > CommitMark.parse(before)):
-                self._set("last", str(last))
+                self.put_fact("last", str(last))
             known = self._consumers()
             self._database.executemany(
                 "update consumers set acknowledged = ?, delivered = ? where name = ?",
@@ -178,37 +297,23 @@ class StateStore:
                     if name in known and at > (known[name].acknowledged or -1)
                 ],
             )
+        return True
 
     def add(self, name: str, acknowledged: int | None) -> None:
         """Add a consumer, or set its position."""
-        at = None if acknowledged is None else str(Lsn(acknowledged))
         with self._transaction():
-            self._database.execute(
-                "insert into consumers (name, acknowledged) values (?, ?) "
-                "on conflict (name) do update set acknowledged = excluded.acknowledged",
-                (name, at),
-            )
+            self.put(name, acknowledged)
 
     def drop(self, name: str) -> None:
         """Remove a consumer."""
         with self._transaction():
-            self._database.execute("delete from consumers where name = ?", (name,))
-            self._database.execute("delete from followed where consumer = ?", (name,))
+            self.put_dropped(name)
 
     def reset(self, reason: str, name: str | None = None) -> Reset:
         """Reset all consumers, or one: their positions are removed, and the reset stored."""
         with self._transaction():
             reset = Reset(reason, int(self._value("reset_number") or 0) + 1)
-            self._set("reset_number", str(reset.number))
-            if name is None:
-                self._database.execute("delete from facts where name in ('confirmed', 'last')")
-                self._database.execute("delete from followed")
-                self._set("resets", f"{self._resets().times + 1} {reason}")
-            self._database.execute(
-                "update consumers set acknowledged = null, delivered = null, "
-                "reset = ?, reset_number = ? where name = coalesce(?, name)",
-                (*reset, name),
-            )
+            self.put_reset(reset, name)
         return reset
 
     def reset_handled(self, name: str, number: int) -> None:
@@ -226,23 +331,19 @@ class StateStore:
                 "insert or replace into followed values (?, ?)", followed.items()
             )
 
-    def added(self) -> set[int]:
-        """Return the entries of the publication that this stream has added, by their oids."""
-        return set(json.loads(self.fact("added") or "[]"))
-
     def set_added(self, entries: Collection[int]) -> None:
         """Store the entries of the publication that this stream has added."""
         with self._transaction():
-            self._set("added", json.dumps(sorted(entries)))
+            self.put_fact("added", json.dumps(sorted(entries)))
 
     def give_up(self, reason: str) -> None:
         """Record that the slot was given up: with the next one, all consumers are reset."""
         with self._transaction():
-            self._set("given_up", reason)
+            self.put_fact(GIVEN_UP, reason)
 
     def given_up(self) -> str | None:
         """Return why the slot was given up; None if it was not, or the reset is complete."""
-        return self.fact("given_up")
+        return self.fact(GIVEN_UP)
 
     def set_history(self, history: History, confirmed: Lsn | None = None) -> None:
         """Store the history that the positions belong to: the last step of a reset.
@@ -251,14 +352,14 @@ class StateStore:
             program has moved the slot.
         """
         with self._transaction():
-            self._set("history", str(history))
+            self.put_fact("history", str(history))
             self._database.execute("delete from facts where name = 'given_up'")
             if confirmed is not None and self._value("confirmed") is None:
-                self._set("confirmed", str(confirmed))
+                self.put_fact("confirmed", str(confirmed))
 
     def fact(self, name: str) -> str | None:
         """Return the value under a name; None if there is none."""
-        with self._used():
+        with self._reading():
             return self._value(name)
 
     def set_fact(self, name: str, value: str | None) -> None:
@@ -267,10 +368,14 @@ class StateStore:
             if value is None:
                 self._database.execute("delete from facts where name = ?", (name,))
             else:
-                self._set(name, value)
+                self.put_fact(name, value)
 
     def close(self) -> None:
         """Close the file."""
+        try:
+            self.flush()
+        except StateError as error:
+            log.warning("%s", error)
         with self._lock:
             self._database.close()
 
@@ -284,13 +389,25 @@ class StateStore:
                 raise StateError(self._advice(error)) from error
 
     @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        """Run a write transaction."""
+    def _reading(self) -> Iterator[None]:
+        """Read what was stored and posted."""
+        self.flush()
         with self._used():
+            yield
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Run a write transaction, after the posted writes and with them."""
+        with self._used():
+            posted = list(self._posted)
             try:
                 self._database.execute("begin immediate")
+                for write in posted:
+                    write()
                 yield
                 self._database.execute("commit")
+                for _ in posted:
+                    self._posted.popleft()
             except BaseException:
                 # A failed commit leaves the transaction open; a full disk may have ended it.
                 with suppress(sqlite3.Error):
@@ -324,6 +441,9 @@ class StateStore:
             for name, at, reason, number, delivered, tables in rows
         }
 
+    def _added(self) -> set[int]:
+        return set(json.loads(self._value("added") or "[]"))
+
     def _resets(self) -> Resets:
         times, _, reason = (self._value("resets") or "0 ").partition(" ")
         return Resets(int(times), reason)
@@ -333,12 +453,10 @@ class StateStore:
         row = found.fetchone()
         return None if row is None else str(row[0])
 
-    def _set(self, name: str, value: str) -> None:
-        self._database.execute(
-            "insert into facts values (?, ?) "
-            "on conflict (name) do update set value = excluded.value",
-            (name, value),
-        )
+
+def _report(flushed: asyncio.Future[None]) -> None:
+    if not flushed.cancelled() and (error := flushed.exception()) is not None:
+        log.warning("%s; it is stored before the next position", error)
 
 
 def _make_private(path: Path) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import psycopg
 
 from moored.kernel import Backoff, Clock, Condition, Machine, Recorder, StatusMonitor
 
 from .._settings import Settings
-from ..consume import Hub, Integrity, StateStore
+from ..consume import Hub, Integrity, StateStore, StoredState, stored
 from ..decode import Types
 from ..report import CHART, CONDITIONS, Outages, StackEvents, Status, status_of
 from ..server import Resolver, connect
@@ -27,13 +27,19 @@ BACKOFF = (1.0, 10.0)
 class Stack:
     """What each `Manager` of a stream works with, and what its report is made from."""
 
-    def __init__(self, settings: Settings, clock: Clock, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        clock: Clock,
+        recorder: Recorder,
+        store: StateStore,
+        state: StoredState,
+    ) -> None:
         self.settings = settings
         self.clock = clock
         self.recorder = recorder
-        # Not in a thread: changes() must work as soon as another task can run.
-        self.store = StateStore(settings.state_dir / f"{settings.stream_id}.db")
-        self.hub = Hub(self.store, recorder, clock=clock)
+        self.store = store
+        self.hub = Hub(store, recorder, clock=clock, state=state)
         self.events = StackEvents(recorder, clock)
         self.integrity = Integrity(self.store, self.hub, self.events.emit)
         self.machine = Machine("postgres", CHART, clock=clock, recorder=recorder)
@@ -53,6 +59,25 @@ class Stack:
         self.totals = ReceivedTotals()
         self.types = Types()
 
+    @classmethod
+    async def open(cls, settings: Settings, clock: Clock, recorder: Recorder) -> Self:
+        """Open the state file, and create the objects of its stream."""
+
+        def opened() -> tuple[StateStore, StoredState]:
+            store = StateStore(settings.state_dir / f"{settings.stream_id}.db")
+            try:
+                return store, store.load()
+            except BaseException:
+                store.close()
+                raise
+
+        opening = asyncio.ensure_future(stored(opened))
+        try:
+            return cls(settings, clock, recorder, *await asyncio.shield(opening))
+        except asyncio.CancelledError:
+            opening.add_done_callback(_closed)
+            raise
+
     def _status_of(self, conditions: Mapping[str, Condition]) -> Status:
         return self.frozen_status or status_of(conditions, asleep=self.asleep, loaded=True)
 
@@ -61,3 +86,9 @@ class Stack:
         async with asyncio.timeout(timeout):
             conninfo = await self.resolver.conninfo(self.settings.replication_url)
             return await connect(conninfo, application_name=self.settings.application_name)
+
+
+def _closed(opening: asyncio.Future[tuple[StateStore, StoredState]]) -> None:
+    """Close the file that a cancelled caller has opened."""
+    if opening.exception() is None:
+        opening.result()[0].close()

@@ -65,11 +65,6 @@ class SavedCopies:
         """Remove the state of a copy."""
         self._store.set_fact(f"copy {consumer}", None)
 
-    def acknowledged(self, consumer: str) -> int:
-        """Return the stored position of the consumer's stream."""
-        saved = self._store.consumers().get(consumer)
-        return 0 if saved is None or saved.acknowledged is None else saved.acknowledged
-
 
 class Follow:
     """The rows of a table, and then its changes: `async for item in pg.follow("orders", …)`.
@@ -303,7 +298,8 @@ class Follow:
     async def _load(self) -> None:
         """Wait until the table is published, and continue a copy, or begin one."""
         await self._published()
-        if not self._core.load(self._saved.load(self.name), self._acknowledged()):
+        saved = await stored(self._saved.load, self.name)
+        if not self._core.load(saved, self._acknowledged()):
             await self._begin()
             return
         table = await self._reader.describe()
@@ -352,7 +348,7 @@ class Follow:
         return partial(self._acknowledge, self._core.ticket())
 
     async def _acknowledge(self, ticket: Ticket) -> None:
-        if self._core.acknowledge(ticket, partial(self._saved.acknowledged, self.name)):
+        if self._core.acknowledge(ticket, partial(self._hub.stored, self.name)):
             await self._save()
 
     async def _save(self) -> None:

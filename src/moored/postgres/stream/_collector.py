@@ -30,7 +30,7 @@ class LogCollector(Protocol):
 
     # -- before the stream -------------------------------------------------------------------------
 
-    def reload(self) -> None:
+    async def reload(self) -> None:
         """Read the stored state: another process may have had the lock meanwhile."""
 
     async def reset(self, reason: str) -> None:

@@ -1,0 +1,121 @@
+"""The event loop while another process has the state file locked."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from moored.kernel import Recorder
+from moored.postgres import History, Rows
+from moored.postgres.consume import Hub, StateStore
+
+from .conftest import MakePostgres, Sql
+from .server import LIMIT, following, ids, until
+
+#: How long the file is locked, and how long the event loop may be held at most meanwhile.
+LOCKED, HELD = 1.5, 0.5
+
+
+@pytest.fixture
+def path(tmp_path: Path, stream_id: str) -> Path:
+    return tmp_path / f"{stream_id}.db"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lock the file as a backup or a shell with an open transaction does."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        yield
+        other.execute("rollback")
+
+
+@asynccontextmanager
+async def loop_runs() -> AsyncIterator[None]:
+    """Measure how long the event loop does nothing else."""
+    loop, longest = asyncio.get_running_loop(), 0.0
+
+    async def beat() -> None:
+        nonlocal longest
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.01)
+            longest = max(longest, loop.time() - before)
+
+    beating = asyncio.create_task(beat())
+    try:
+        yield
+        await asyncio.sleep(LOCKED)
+    finally:
+        beating.cancel()
+    assert longest < HELD, f"the event loop was held for {longest:.2f} s"
+
+
+async def test_the_event_loop_runs_while_consumers_attach_to_a_locked_state_file(
+    make: MakePostgres, sql: Sql, path: Path
+) -> None:
+    async with make() as pg:
+        first = pg.changes("first", tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        await sql.execute("insert into orders values (1, 'x')")
+        txn = await following(first)
+        with locked(path):
+            async with loop_runs():
+                await first.aclose()
+                again = pg.changes("first", tables=["orders"])
+                new = pg.changes("new", tables=["orders"])
+                placed = pg.changes("placed", tables=["orders"], start=txn.position)
+                follow = pg.follow("orders", consumer="copy")
+                copying = asyncio.create_task(anext(follow))
+        assert await following(again)
+        await pg.wait_until_published(timeout=LIMIT)
+        assert isinstance(await asyncio.wait_for(copying, LIMIT), Rows)
+        await sql.execute("insert into orders values (2, 'x')")
+        for changes in (again, new, placed):
+            assert ids(await following(changes)) == [2]
+        await follow.aclose()
+    with closing(StateStore(path)) as store:
+        assert store.consumers().keys() == {"first", "new", "placed", "copy"}
+
+
+async def test_the_event_loop_runs_while_a_stream_opens_and_closes_with_a_locked_state_file(
+    make: MakePostgres, sql: Sql, path: Path
+) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+    pg = make()
+    with locked(path):
+        async with loop_runs():
+            opening = asyncio.create_task(pg.open())
+    await asyncio.wait_for(opening, LIMIT)
+    await pg.wait_until_active(LIMIT)
+    with locked(path):
+        async with loop_runs():
+            closing_down = asyncio.create_task(pg.close())
+    await asyncio.wait_for(closing_down, LIMIT)
+
+
+async def test_a_new_consumer_is_stored_before_the_server_discards_anything(path: Path) -> None:
+    with closing(StateStore(path)) as store:
+        hub = Hub(store, Recorder())
+        hub.begin(History("1", 1), 1000)
+        with locked(path):
+            changes = hub.attach("new")
+
+        async def stored() -> bool:
+            with closing(StateStore(path)) as other:
+                return "new" in other.consumers()
+
+        await hub.checkpoint(1000)
+        assert await stored()
+        other = hub.attach("other")
+        await hub.drop("other")
+        await until(stored)
+        with closing(StateStore(path)) as now:
+            assert now.consumers().keys() == {"new"}
+        del changes, other
