@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
 from tests.service.support import Running, moored, running, until
+
+from moored.testing import base_seed, scaled
 
 #: The service. While the file `wait` exists, the consumer starts after the stream has its changes.
 SERVICE = """
@@ -181,3 +185,37 @@ def test_a_parked_transaction_is_kept_until_a_retry_handles_it(
         assert orders.handled() == [1, 3, 2]
         service.wait_active()
     assert json.loads(parked(orders, "list").stdout) == []
+
+
+def test_under_kills_each_transaction_is_handled_or_parked(
+    folder: Path, postgres_url: str, record_property: Callable[[str, object], None]
+) -> None:
+    chance, sent = random.Random(base_seed()), 0
+    orders = Orders(folder, postgres_url, "{'on_poison': 'park', 'tries': 1, 'max_parked': 10**6}")
+    orders.write("poison", " ".join(map(str, range(0, 10_000, 3))))
+    with orders.served() as service:
+        service.wait_active()
+    kills = scaled(30, least=2)
+    for _ in range(kills):
+        with orders.served() as service:
+            service.wait_for("ready after")
+            orders.insert(*range(sent, sent + 30))
+            sent += 30
+            time.sleep(chance.uniform(0.0, 0.6))
+            service.process.kill()
+
+    def found() -> tuple[set[int], list[int]]:
+        errors = [each["error"] for each in json.loads(parked(orders, "list").stdout)]
+        return set(orders.handled()), [int(each.split()[1]) for each in errors]
+
+    def complete() -> bool:
+        handled, aside = found()
+        return len(handled) + len(aside) >= sent
+
+    with orders.served() as service:
+        until(complete, f"every order is handled or parked; {service.lines[-3:]}")
+    handled, aside = found()
+    assert sorted(aside) == list(range(0, sent, 3))
+    assert handled == set(range(sent)) - set(aside)
+    record_property("kills", kills)
+    record_property("orders", sent)

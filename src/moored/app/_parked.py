@@ -58,7 +58,7 @@ class ParkedItems:
         try:
             if len(self.items) >= self._when.most:
                 raise ServiceError(
-                    f"{counted(len(self.items), 'item')} are parked: no more than max_parked"
+                    f"{counted(len(self.items), 'item')} are parked, as many as max_parked allows"
                 )
             await self._parking.park(item, error, tries=times)
         except Exception as failure:

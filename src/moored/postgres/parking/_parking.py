@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, LiteralString, NamedTuple, TypeVar, overload
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import class_row
 
-from moored.kernel import describe, raise_if_cancelled
+from moored.kernel import describe, in_thread, raise_if_cancelled
 
 from .._errors import ConfigurationError, PostgresError
 from ..consume import Attachment, Transaction
@@ -189,7 +190,7 @@ class Parking(Generic[T]):
         what = self._stored.describe(item)
         if self._stored.size(item) > MOST_BYTES:
             raise PostgresError(f"{what} has more than {MOST_BYTES >> 20} MB: it cannot be parked")
-        content = self._stored.pack(item)
+        content = await in_thread(partial(self._stored.pack, item), name="moored parked item")
         values = self._stored.position(item), what, _text(error), tries, content
         async with self._connection() as conn:
             await conn.execute(_PARK, (*self._key, *values))

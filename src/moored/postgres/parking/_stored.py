@@ -10,11 +10,12 @@ import json
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime
+from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 import psycopg
 
-from moored.kernel import counted
+from moored.kernel import counted, in_thread
 
 from .._errors import DecodeError
 from .._position import Position
@@ -44,7 +45,7 @@ class Stored(Protocol[T]):
         """Return about how many bytes an item has, before it is packed."""
 
     def pack(self, item: T) -> bytes:
-        """Return an item as bytes."""
+        """Return an item as bytes; called in a thread."""
 
     async def unpack(self, content: bytes, conn: psycopg.AsyncConnection[Any]) -> T:
         """Return the item; its acknowledgement has no effect."""
@@ -128,38 +129,41 @@ class StoredTransactions:
         return b"".join([_size.pack(len(packed)), packed, *_messages(committed.body)])
 
     async def unpack(self, content: bytes, conn: psycopg.AsyncConnection[Any]) -> Transaction:
-        (size,) = _size.unpack_from(content)
-        head = json.loads(content[_size.size : _size.size + size])
-        _check(head["version"])
-        position, types = Position.parse(head["position"]), self._types()
-        first, described = (_relations(head[key], types) for key in ("relations", "described"))
-        used = {column.type_oid for each in (*first, *described) for column in each.columns}
+        types = self._types()
+        # In a thread: a large transaction has a million messages.
+        read = partial(_read, content, types, self._attachment())
+        item, used = await in_thread(read, name="moored parked item")
         if unknown := types.unknown(used):
             types.add(unknown, await own_types(conn, unknown))
-        body = Body()
-        for entry in _entries(content, _size.size + size):
-            if isinstance(entry, int):
-                body.describe(described[entry])
-            else:
-                body.append(entry)
-        body.count = head["count"]
-        tables = head["tables"]
-        committed = Committed(
-            head["xid"],
-            body,
-            {each.oid: each for each in first},
-            head["commit_lsn"],
-            int(position.lsn),
-            head["time"],
-            head["origin"],
-        )
-        return Transaction(
-            committed,
-            self._attachment(),
-            None if tables is None else frozenset(tables),
-            position.history,
-            acknowledged=True,
-        )
+        return item
+
+
+def _read(content: bytes, types: Types, attachment: Attachment) -> tuple[Transaction, set[int]]:
+    """Return a transaction, and the types of its tables."""
+    (size,) = _size.unpack_from(content)
+    head = json.loads(content[_size.size : _size.size + size])
+    _check(head["version"])
+    position, tables = Position.parse(head["position"]), head["tables"]
+    first, described = (_relations(head[key], types) for key in ("relations", "described"))
+    body = Body()
+    for entry in _entries(content, _size.size + size):
+        if isinstance(entry, int):
+            body.describe(described[entry])
+        else:
+            body.append(entry)
+    body.count = head["count"]
+    committed = Committed(
+        head["xid"],
+        body,
+        {each.oid: each for each in first},
+        head["commit_lsn"],
+        int(position.lsn),
+        head["time"],
+        head["origin"],
+    )
+    chosen = None if tables is None else frozenset(tables)
+    item = Transaction(committed, attachment, chosen, position.history, acknowledged=True)
+    return item, {column.type_oid for each in (*first, *described) for column in each.columns}
 
 
 def _check(version: int) -> None:
