@@ -118,6 +118,31 @@ def test_truncated_and_extended_rows_are_errors(sample: list[Value]) -> None:
         relation.whole(message + b"x", 0)
 
 
+@pytest.mark.parametrize("sample", [AS_TEXT, AS_BINARY], ids=["text", "binary"])
+@pytest.mark.parametrize("names", [(), ("c0",), ("c1", "c4"), ("c6",), ("c0", "c9")])
+@often
+@given(choices=st.lists(st.integers(0, 3), min_size=len(TYPES), max_size=len(TYPES)))
+def test_only_the_chosen_columns_of_a_row_are_read(
+    sample: list[Value], names: tuple[str, ...], choices: list[int]
+) -> None:
+    full = table(*TYPES)
+    chosen = full.only(names)
+    assert chosen is full.only(names)
+    forms = zip(choices, AS_TEXT, AS_BINARY, strict=True)
+    values = [(NULL, TOAST, text, data)[choice] for choice, text, data in forms]
+    for each in (sample, sample, sample, values, sample, values):
+        data = row(each)
+        expected = {k: v for k, v in full.whole(b"N" + data, 0).items() if k in names}
+        assert chosen.whole(b"N" + data, 0) == expected
+        assert chosen.row(data + b"after", 0) == (expected, len(data))
+
+
+def test_a_value_that_is_not_read_is_not_loaded() -> None:
+    chosen = table(INT4, INT4).only(("c0",))
+    for _ in range(5):
+        assert chosen.whole(b"N" + row(texts("1", "not a number")), 0) == {"c0": 1}
+
+
 def test_column_names_cannot_inject_code() -> None:
     names = ["a'b", 'c"d', "e\\f", "g\nh", "class", "{x}", "); raise SystemExit("]
     relation = written(AS_TEXT, *TYPES, names=names)

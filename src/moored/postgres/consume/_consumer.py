@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -24,6 +24,8 @@ log = logging.getLogger("moored.postgres")
 
 #: After so many transactions and changes without a wait, iteration yields to the event loop.
 YIELD_EVERY = 2000
+#: The same for the changes of one transaction that is iterated asynchronously.
+PAUSE_EVERY = 200
 
 
 class Reset(NamedTuple):
@@ -93,14 +95,30 @@ class Transaction:
 
     def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
         """Yield the changes in the order in which they were made."""
-        if self._tables is None:
-            return self._committed.__iter__()
-        return self._chosen(self._tables)
+        return self._chosen(self._committed.__iter__())
 
-    def _chosen(self, tables: frozenset[int]) -> Iterator[Change | Truncate | Emitted]:
-        for change in self._committed:
-            if isinstance(change, Emitted) or change.relation.oid in tables:
-                yield change
+    async def __aiter__(self) -> AsyncIterator[Change | Truncate | Emitted]:
+        """Yield the changes; other tasks run in between, which matters if there are many."""
+        since = 0
+        for change in self:
+            yield change
+            since += 1
+            if since == PAUSE_EVERY:
+                since = 0
+                await asyncio.sleep(0)
+
+    def _chosen(
+        self, changes: Iterator[Change | Truncate | Emitted]
+    ) -> Iterator[Change | Truncate | Emitted]:
+        """Return those of the followed tables."""
+        tables = self._tables
+        if tables is None:
+            return changes
+        return (
+            change
+            for change in changes
+            if isinstance(change, Emitted) or change.relation.oid in tables
+        )
 
     def __len__(self) -> int:
         """Return the number of changes that iteration yields."""

@@ -1,14 +1,15 @@
 """Decoding: from the bytes of pgoutput to committed transactions, changes and Python values."""
 
 from ._assembler import Assembler
-from ._body import Body, Shelf
-from ._changes import Change, Delete, Emitted, Insert, Truncate, Update
+from ._body import HEADER, Body, Shelf
+from ._changes import Change, Delete, Emitted, Insert, Truncate, Update, read_change
 from ._rows import UNCHANGED, Column, Relation, ReplicaIdentity, Row
 from ._transaction import Committed
 from ._types import OwnType, Types
 from ._wire import KEEPALIVE, PrimaryKeepalive, read_keepalive, status_update
 
 __all__ = [
+    "HEADER",
     "KEEPALIVE",
     "UNCHANGED",
     "Assembler",
@@ -28,6 +29,7 @@ __all__ = [
     "Truncate",
     "Types",
     "Update",
+    "read_change",
     "read_keepalive",
     "status_update",
 ]

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from pathlib import Path
 from typing import cast
@@ -52,12 +53,12 @@ class Body:
     last reference.
     """
 
-    __slots__ = ("_kept", "_shelf", "count", "described", "size", "spilled")
+    __slots__ = ("_kept", "count", "described", "shelf", "size", "spilled")
 
     def __init__(self, shelf: Shelf = _DEFAULT) -> None:
-        self._shelf = shelf
+        self.shelf = shelf
         self._kept: list[bytes | Relation] = []
-        #: The file with the messages; None while they are in memory.
+        #: The file with the first messages; None while all are in memory.
         self.spilled: _Spilled | None = None
         #: The tables that were described within the transaction.
         self.described: tuple[Relation, ...] = ()
@@ -73,28 +74,22 @@ class Body:
         """Add the messages of changes."""
         self.count += len(messages)
         self.size += sum(map(len, messages))
-        if self.spilled is not None:
-            for data in messages:
-                self.spilled.gather(data)
-            return
         self._kept += messages
-        if self.size > self._shelf.spill_after:
-            self._spill()
+        if self.size > self.shelf.spill_after:
+            self._spill(2 * len(messages))
 
     def mentioned(self) -> Mapping[bytes, int]:
         """Count the messages by their kind and the four bytes after it, for a row the table's oid.
 
         Those of a file were counted when it was written.
         """
-        if self.spilled is not None:
-            return self.spilled.mentioned
-        return Counter(map(_key_of, self._of_messages()))
+        kept = Counter(map(_key_of, self._of_messages()))
+        return kept if self.spilled is None else kept + self.spilled.mentioned
 
     def truncates(self) -> list[bytes]:
         """Return the truncate messages."""
-        if self.spilled is not None:
-            return self.spilled.truncates
-        return [entry for entry in self._of_messages() if entry[_KIND] == TRUNCATE]
+        kept = [entry for entry in self._of_messages() if entry[_KIND] == TRUNCATE]
+        return kept if self.spilled is None else self.spilled.truncates + kept
 
     def _of_messages(self) -> list[bytes]:
         # Descriptions of tables are kept among the messages, rarely.
@@ -106,20 +101,19 @@ class Body:
     def describe(self, relation: Relation) -> None:
         """Add the description of a table, which applies to the messages after it."""
         self.described = (*self.described, relation)
-        if self.spilled is not None:
-            self.spilled.gather(relation)
-        else:
-            self._kept.append(relation)
+        self._kept.append(relation)
 
     def entries(self) -> Iterator[bytes | Relation]:
         """Iterate over the messages and the descriptions of tables, from the beginning."""
-        return iter(self._kept) if self.spilled is None else self.spilled.read()
+        kept = iter(self._kept)
+        return kept if self.spilled is None else chain(self.spilled.read(), kept)
 
-    def _spill(self) -> None:
-        self.spilled = _Spilled(self._shelf.directory)
-        for entry in self._kept:
-            self.spilled.gather(entry)
-        self._kept = []
+    def _spill(self, number: int) -> None:
+        """Write so many messages, the first ones: all at once would hold the event loop."""
+        if self.spilled is None:
+            self.spilled = _Spilled(self.shelf.directory)
+        self.spilled.gather(self._kept[:number])
+        self._kept = self._kept[number:]  # a reader may have begun
 
 
 class _Spilled:
@@ -150,23 +144,24 @@ class _Spilled:
                 f"({error.strerror or error}): free disk space there, or set another state_dir"
             ) from error
 
-    def gather(self, entry: bytes | Relation) -> None:
-        """Add an entry; it is written when a chunk is full."""
-        if isinstance(entry, Relation):
-            self._relations.append(entry)
-            self._gathered += _head.pack(-len(self._relations))
-        else:
-            self.mentioned[entry[_KEY]] += 1
-            if entry[_KIND] == TRUNCATE:
-                self.truncates.append(entry)
-            self._gathered += _head.pack(len(entry))
-            if len(entry) > _CHUNK:
+    def gather(self, entries: list[bytes | Relation]) -> None:
+        """Add entries; they are written when a chunk is full."""
+        messages = [entry for entry in entries if type(entry) is bytes]
+        self.mentioned.update(map(_key_of, messages))
+        self.truncates += [entry for entry in messages if entry[_KIND] == TRUNCATE]
+        for entry in entries:
+            if isinstance(entry, Relation):
+                self._relations.append(entry)
+                self._gathered += _head.pack(-len(self._relations))
+            else:
+                self._gathered += _head.pack(len(entry))
+                if len(entry) > _CHUNK:
+                    self._write()
+                    self._write_all(entry)
+                    continue
+                self._gathered += entry
+            if len(self._gathered) > _CHUNK:
                 self._write()
-                self._write_all(entry)
-                return
-            self._gathered += entry
-        if len(self._gathered) > _CHUNK:
-            self._write()
 
     def read(self) -> Iterator[bytes | Relation]:
         """Yield all entries, from the beginning."""

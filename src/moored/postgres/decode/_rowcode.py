@@ -50,7 +50,8 @@ class ColumnRecipe(NamedTuple):
     kind: int
     #: The size of a value in bytes, if it is fixed.
     size: int | None
-    load: Callable[[bytes], Any]
+    #: None for a column that is skipped.
+    load: Callable[[bytes], Any] | None
     #: Raises if the bytes are not valid for `load`.
     check: Callable[[bytes], None] | None
 
@@ -59,10 +60,14 @@ def whole_reader(recipes: Sequence[ColumnRecipe], otherwise: Callable[[bytes, in
     """Generate a reader of a new row ("N" and the values) that ends with its message.
 
     The reader takes the message and the offset of the row, and returns the row. Unusual and invalid
-    rows are passed to `otherwise`.
+    rows are passed to `otherwise`. It stops after the last column that is not skipped.
     """
     start = b"N" + len(recipes).to_bytes(2)
-    return _generate(recipes, otherwise, start, f"if at != len(data): {_UNUSUAL}")
+    used = list(recipes)
+    while used and used[-1].load is None:
+        used.pop()
+    differs = "!=" if len(used) == len(recipes) else ">"
+    return _generate(used, otherwise, start, f"if at {differs} len(data): {_UNUSUAL}")
 
 
 def row_reader(recipes: Sequence[ColumnRecipe], otherwise: Callable[[bytes, int], Any]) -> Any:
@@ -87,6 +92,8 @@ def _generate(
     values = []
     for place, recipe in enumerate(recipes):
         lines += _cut(place, recipe)
+        if recipe.load is None:
+            continue
         names[f"load_{place}"] = recipe.load
         values.append(f"{recipe.name!r}: None if v{place} is None else load_{place}(v{place})")
     # Check and load values only when all of them are known to lie within the message.
@@ -116,7 +123,14 @@ _UNUSUAL = "raise Unusual"
 
 
 def _cut(place: int, recipe: ColumnRecipe) -> list[str]:
-    """Generate the lines that find the bytes of one value."""
+    """Generate the lines that find the bytes of one value, or skip it."""
+    if recipe.load is None:
+        return [
+            "kind = data[at]",
+            f"if kind == {recipe.kind}: at += 5 + size_of(data, at + 1)[0]",
+            f"elif kind == {_NULL} or kind == {_UNCHANGED}: at += 1",
+            f"else: {_UNUSUAL}",
+        ]
     if recipe.size is not None:
         head = _head(recipe.kind, recipe.size)
         return [

@@ -100,6 +100,11 @@ class Relation:
         self._lenient = False
         #: The types of the database: set before the first row is read.
         self.types: Types = BUILT_IN
+        #: The same table with all columns; itself unless it was made by `only`.
+        self.full = self
+        # The columns that are read; None for all. And the tables that `only` has made.
+        self._chosen: frozenset[str] | None = None
+        self._made: dict[tuple[str, ...], Relation] = {}
 
     def keys(self, data: bytes, at: int) -> tuple[Row, int]:
         """Return the replica identity of the row at this offset, and the end of the row.
@@ -108,6 +113,15 @@ class Relation:
         """
         row, end = self.row(data, at)
         return {name: row[name] for name in self._key_names}, end
+
+    def only(self, names: tuple[str, ...]) -> Relation:
+        """Return the same table, of whose rows only these columns are read."""
+        if (made := self._made.get(names)) is None:
+            made = Relation(self.oid, self.schema, self.name, self.identity, self.columns)
+            made.types, made.full, made._chosen = self.types, self.full, frozenset(names)
+            made._key_names = [name for name in made._key_names if name in made._chosen]
+            self._made[names] = made
+        return made
 
     # -- any row -------------------------------------------------------------------------------
 
@@ -123,8 +137,10 @@ class Relation:
         for column in self.columns:
             kind = data[at]
             kinds.append(kind)
+            chosen = self._chosen is None or column.name in self._chosen
             if kind in _NOTHING:
-                row[column.name] = _NOTHING[kind]
+                if chosen:
+                    row[column.name] = _NOTHING[kind]
                 at += 1
                 continue
             if kind not in _FORMS:
@@ -133,7 +149,8 @@ class Relation:
             at = begin + _size(data, at + 1)[0]
             if at > len(data):
                 raise DecodeError(f"a value of {self.qualified} ends outside of its message")
-            row[column.name] = self._load(column, kind, data[begin:at])
+            if chosen:
+                row[column.name] = self._load(column, kind, data[begin:at])
         self._general += 1
         if self._general >= _ENOUGH:
             self._write(bytes(kinds))
@@ -173,6 +190,8 @@ class Relation:
 
     def _recipe(self, column: Column, kind: int, lenient: bool) -> ColumnRecipe:
         """Return how the generated code reads a column's values of this kind."""
+        if self._chosen is not None and column.name not in self._chosen:
+            return ColumnRecipe(column.name, kind, None, None, None)
         types, oid = self.types, self.types.base(column.type_oid)
         size = SIZES.get(oid) if kind == _BINARY else None
         check = types.text_check(oid) if kind == _TEXT else None if size else types.check(oid)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import NamedTuple
@@ -95,12 +95,25 @@ class Committed:
 
     def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
         """Yield the changes in the order in which they were made."""
-        relations = self.relations
+        return self._changes(lambda relation: relation, self.relations)
+
+    def only(self, oid: int, names: tuple[str, ...]) -> Iterator[Change | Truncate | Emitted]:
+        """Yield the changes; of the rows of one table, only these columns are read."""
+
+        def view(relation: Relation) -> Relation:
+            return relation.only(names) if relation.oid == oid else relation
+
+        known, relations = self.relations.get(oid), self.relations
+        return self._changes(view, relations if known is None else {**relations, oid: view(known)})
+
+    def _changes(
+        self, view: Callable[[Relation], Relation], relations: Mapping[int, Relation]
+    ) -> Iterator[Change | Truncate | Emitted]:
         # Successive rows are mostly of the same table: look it up only when the oid changes.
         oid, relation = b"", None
         for entry in self.body.entries():
             if type(entry) is Relation:
-                relations = {**relations, entry.oid: entry}
+                relations = {**relations, entry.oid: view(entry)}
                 oid = b""
                 continue
             assert type(entry) is bytes

@@ -16,9 +16,10 @@ from .._lsn import Lsn
 from .._position import Resume
 from ..consume import Changes, Hub, Reset, StateStore, Transaction, stored
 from ..decode import Row
-from ._delivery import JoinedTransaction, Rows, delivered
+from ._delivery import JoinedTransaction, Rows
 from ._follow_core import FollowCore, SavedCopy, Ticket
 from ._join import Chunk, CopyState
+from ._joining import check_columns, joined
 from ._position import CopyPosition, CopyProgress, CopyVersion
 from ._reader import TableReader, TransactionLost, end_task
 from ._snapshot import CopyMeter
@@ -96,7 +97,8 @@ class Follow:
         self._attachment = changes._attachment
         reader.was_reset = lambda: changes._attachment is not self._attachment
         self._meter = meter
-        self._partial = {"where": where, "columns": columns}
+        self._where = where
+        self._columns = columns
         self._begins_again = begin_again
         self._core = FollowCore(start)
         self.name = changes.name
@@ -274,8 +276,12 @@ class Follow:
         """Return what is delivered of a transaction; None if the copy must begin again."""
         if (whole := self._whole(txn)) is not None:
             return whole
+        if self._columns and not self._where:
+            check_columns(self._reader, txn)
         self._core.lsn = txn.position.lsn
-        changes, limit = await delivered(self._reader, self._core.state, txn, **self._partial)
+        changes, limit = await joined(
+            self._reader, self._core.state, txn, where=self._where, columns=self._columns
+        )
         if limit is not None:
             self._core.stretch(limit)
         if changes is None:
@@ -284,10 +290,14 @@ class Follow:
 
     def _whole(self, txn: Transaction) -> Transaction | None:
         """Return a transaction of which no chunk contains any change; None for others."""
-        if not self._core.state.settled(txn.position.lsn) or any(self._partial.values()):
+        if self._where or not self._core.state.settled(txn.position.lsn):
             return None
+        columns = None
+        if self._columns:
+            check_columns(self._reader, txn)
+            columns = self._reader.table.oid, self._reader.table.columns
         self._core.lsn = txn.position.lsn
-        return JoinedTransaction(txn, None, self._position(), self._acknowledger())
+        return JoinedTransaction(txn, None, self._position(), self._acknowledger(), columns)
 
     def _position(self) -> CopyPosition:
         assert self._hub.history is not None

@@ -24,7 +24,7 @@ from moored.kernel import Backoff, WaitTimeout, describe, raise_if_cancelled
 
 from .._errors import ConfigurationError, PostgresError
 from .._lsn import Lsn
-from ..decode import Row, Types
+from ..decode import Column, Relation, ReplicaIdentity, Row, Types
 from ..server import _admin
 from ._copy_out import BLOCK_BYTES, copy_blocks
 from ._join import Chunk, Key, Sight
@@ -88,6 +88,17 @@ class TableView(NamedTuple):
     limit: int
 
 
+class CurrentRows(NamedTuple):
+    """Changed rows as they are now."""
+
+    #: The table, to read the rows.
+    relation: Relation
+    #: The rows that exist, as in the message of an insert, by the numbers of their keys.
+    rows: dict[int, bytes]
+    #: The end of the WAL when they were read.
+    limit: int
+
+
 Pieces = Callable[[TableView, Key | None, Key | None], AsyncGenerator[T, None]]
 
 
@@ -131,6 +142,7 @@ class TableReader:
         # How many rows a chunk may have by its bytes: of very large rows, few are sampled.
         self._fitting = SAMPLE // 10
         self._table: SourceTable | None = None
+        self._current: Relation | None = None
 
     @property
     def table(self) -> SourceTable:
@@ -331,37 +343,52 @@ class TableReader:
         async def queried() -> list[int]:
             places: list[int] = []
             async with self._connect() as conn:
-                for some in _batches(keys):
+                for first in range(0, len(keys), KEYS_AT_ONCE):
+                    some = keys[first : first + KEYS_AT_ONCE]
                     rows = await conn.execute(self.table.place_by_server(bounds, some))
                     places += [place for (place,) in await rows.fetchall()]
             return places
 
         return await self.retried(queried)
 
-    async def current(
-        self, xid: int, keys: Sequence[KeyValues]
-    ) -> tuple[dict[KeyValues, Row], int]:
+    async def current(self, xid: int, keys: Sequence[KeyValues]) -> CurrentRows:
         """Return the rows with these keys that meet `where`, after a transaction or later.
 
-        Also return the end of the WAL at that time. Raises `TransactionLost` after a reset.
+        Raises `TransactionLost` after a reset.
         """
 
-        async def look() -> tuple[dict[KeyValues, Row], int] | None:
+        async def look() -> CurrentRows | None:
             async with self.view(altered=True) as view:
                 if not view.sight.sees(xid):
                     return None
-                table, found = view.table, dict[KeyValues, Row]()
-                for some in _batches(keys):
-                    result = await self._result(view.conn, table.select_keys(some))
-                    for rows in self.load(result, table):
-                        found |= {table.key_of(row): row for row in rows}
-                return found, view.limit
+                rows: dict[int, bytes] = {}
+                relation = None
+                for first in range(0, len(keys), KEYS_AT_ONCE):
+                    some = keys[first : first + KEYS_AT_ONCE]
+                    result = await self._result(view.conn, view.table.select_keys(some))
+                    relation = self._relation(view.table, result)
+                    rows |= _messages(result, first - 1)
+                assert relation is not None
+                return CurrentRows(relation, rows, view.limit)
 
         while (found := await self.retried(look)) is None:
             if self.was_reset():
                 raise TransactionLost(f"the transaction {xid} may not exist any more")
             await asyncio.sleep(WRITERS_EVERY)
         return found
+
+    def _relation(self, table: SourceTable, result: pq.abc.PGresult) -> Relation:
+        """Return what reads the rows of a result; the same for all alike."""
+        keys = {column.name for column in table.key}
+        columns = tuple(
+            Column(name, result.ftype(place), result.fmod(place), name in keys)
+            for place, name in enumerate(table.columns, 1)
+        )
+        new = Relation(table.oid, table.schema, table.name, ReplicaIdentity.DEFAULT, columns)
+        new.types, known = self._types, self._current
+        if known is None or (known.qualified, known.columns) != (new.qualified, columns):
+            known = self._current = new
+        return known
 
     async def read(
         self, pieces: Pieces[T], after: Key | None, through: Key | None
@@ -380,8 +407,22 @@ class TableReader:
         return await self.retried(attempt)
 
 
-def _batches(keys: Sequence[KeyValues]) -> Iterator[Sequence[KeyValues]]:
-    return (keys[n : n + KEYS_AT_ONCE] for n in range(0, len(keys), KEYS_AT_ONCE))
+def _messages(result: pq.abc.PGresult, first: int) -> dict[int, bytes]:
+    """Return the rows of a result as the stream would have them, by the number before each."""
+    kinds = [b"b" if result.fformat(place) else b"t" for place in range(result.nfields)]
+    start, value_of = b"N" + (result.nfields - 1).to_bytes(2), result.get_value
+    columns = list(enumerate(kinds))[1:]
+    binary, found = kinds[0] == b"b", {}
+    for number in range(result.ntuples):
+        parts = [start]
+        for place, kind in columns:
+            if (value := value_of(number, place)) is None:
+                parts.append(b"n")
+            else:
+                parts += kind, len(value).to_bytes(4), value
+        at = value_of(number, 0) or b""
+        found[first + (int.from_bytes(at) if binary else int(at))] = b"".join(parts)
+    return found
 
 
 def _is_temporary(error: psycopg.Error) -> bool:

@@ -11,6 +11,7 @@ from uuid import UUID
 
 import psycopg
 from psycopg import sql
+from psycopg.adapt import PyFormat, Transformer
 
 from .._errors import ConfigurationError, PostgresError
 from ..consume._tables import parse_table
@@ -105,6 +106,10 @@ WHERE r.locktype = 'relation' AND r.granted
 """
 _INTEGERS, _UUID = (20, 21, 23), 2950
 
+_DUMPERS = Transformer()
+#: What a list of keys is called in a query, and the number of a key: nothing else has these names.
+_LISTED, _NUMBER = "moored keys", sql.Identifier("moored number")
+
 #: The values of a key as a change has them.
 KeyValues = tuple[Any, ...]
 
@@ -171,10 +176,11 @@ class SourceTable(NamedTuple):
         return self._select(conditions)
 
     def select_keys(self, keys: Sequence[KeyValues]) -> sql.Composed:
-        """Return the query of the rows with these keys."""
-        # Not a list: of rows with several columns, the server makes one nested expression of it.
-        listed = sql.SQL(", ").join(self._values(key) for key in keys)
-        return self._select([sql.SQL("{} IN (VALUES {})").format(self._key(), listed)])
+        """Return the query of the rows with these keys, each after the number of its key."""
+        row = self._select([sql.SQL("{} = {}").format(self._key(), self._key(_LISTED))])
+        return sql.SQL("SELECT {}, found.* FROM {}, LATERAL ({}) AS found").format(
+            _NUMBER, self._listed(keys, _LISTED), row
+        )
 
     def _select(self, conditions: list[sql.Composable]) -> sql.Composed:
         if self.where is not None:
@@ -229,21 +235,34 @@ class SourceTable(NamedTuple):
 
     def place_by_server(self, bounds: Sequence[Key], keys: Sequence[KeyValues]) -> sql.Composed:
         """Return the query of `place`."""
-        names = sql.SQL(", ").join(sql.Identifier(column.name) for column in self.key)
-        numbered = [
-            sql.SQL("({}, {})").format(sql.Literal(number), self._values(key, bare=True))
-            for number, key in enumerate(keys)
-        ]
-        listed = [self._values(bound) for bound in bounds]
         return sql.SQL(
-            "SELECT (SELECT count(*) FROM (VALUES {listed}) b ({names}) WHERE {b} < {k})::int "
-            "FROM (VALUES {numbered}) k (number, {names}) ORDER BY number"
+            "SELECT (SELECT count(*) FROM {} WHERE {} < {})::int FROM {} ORDER BY k.{}"
         ).format(
-            listed=sql.SQL(", ").join(listed),
-            numbered=sql.SQL(", ").join(numbered),
-            names=names,
-            b=self._key("b"),
-            k=self._key("k"),
+            self._listed(bounds, "b"),
+            self._key("b"),
+            self._key("k"),
+            self._listed(keys, "k"),
+            _NUMBER,
+        )
+
+    def _listed(self, keys: Sequence[KeyValues], alias: str) -> sql.Composed:
+        """Return keys as a table with the columns of the key and a number, from 1 on."""
+        names = [sql.Identifier(column.name) for column in self.key]
+        # One array for each column: an expression for each key would take many times as long.
+        arrays = [
+            sql.SQL("{}::text[]").format(sql.Literal(_array(values)))
+            for values in zip(*keys, strict=True)
+        ]
+        cast = [
+            sql.SQL("{}::" + column.cast + " AS {}").format(name, name)
+            for name, column in zip(names, self.key, strict=True)
+        ]
+        return sql.SQL("(SELECT {}, {} FROM unnest({}) WITH ORDINALITY AS u ({})) AS {}").format(
+            sql.SQL(", ").join(cast),
+            _NUMBER,
+            sql.SQL(", ").join(arrays),
+            sql.SQL(", ").join([*names, _NUMBER]),
+            sql.Identifier(alias),
         )
 
     def key_of(self, row: Row, before: Row | None = None) -> KeyValues:
@@ -274,7 +293,7 @@ class SourceTable(NamedTuple):
         ]
         return sql.SQL("({})").format(sql.SQL(", ").join(names))
 
-    def _values(self, key: KeyValues, *, bare: bool = False) -> sql.Composed:
+    def _values(self, key: KeyValues) -> sql.Composed:
         values = [
             # A string, because -1::smallint is -(1::smallint).
             sql.SQL("{}::" + column.cast).format(
@@ -282,8 +301,7 @@ class SourceTable(NamedTuple):
             )
             for column, value in zip(self.key, key, strict=True)
         ]
-        listed = sql.SQL(", ").join(values)
-        return listed if bare else sql.SQL("({})").format(listed)
+        return sql.SQL("({})").format(sql.SQL(", ").join(values))
 
 
 async def describe_table(
@@ -387,6 +405,22 @@ def _filtered(name: str, entry: Mapping[str, Any], columns: Sequence[str]) -> st
             "generated columns, set publish_generated_columns = stored)"
         )
     return None
+
+
+def _array(values: Sequence[Any]) -> str:
+    """Return values of a key as the text of an array of strings."""
+    if all(type(value) is int for value in values):
+        return "{" + ",".join(map(str, values)) + "}"
+    quoted = (_text(value).replace("\\", "\\\\").replace('"', '\\"') for value in values)
+    return '{"' + '","'.join(quoted) + '"}'
+
+
+def _text(value: Any) -> str:
+    """Return a value as the server reads it."""
+    if isinstance(value, str):
+        return value
+    dumped = _DUMPERS.get_dumper(value, PyFormat.TEXT).dump(value)
+    return "" if dumped is None else bytes(dumped).decode()
 
 
 def _digest(value: Any) -> str:
