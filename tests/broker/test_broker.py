@@ -282,7 +282,7 @@ async def test_broker_that_is_off_or_stopped_refuses_streams() -> None:
         broker.open(ACME)
     async with broker, broker.subscribe(ACME) as stream:
         await broker.drain(over=0)
-        assert await stream.take() == []
+        assert [item async for item in stream] == []
         with pytest.raises(BrokerOff, match="stopping"):
             broker.open(ACME)
 
@@ -295,7 +295,7 @@ async def test_signal_drains_the_broker_and_reaches_the_handler_of_the_server() 
         async with broker, broker.subscribe(ACME) as stream, asyncio.timeout(30):
             with drain_on_signals(broker, over=0):
                 os.kill(os.getpid(), signal.SIGTERM)
-                assert await stream.take() == []
+                assert [item async for item in stream] == []
             assert signals == [signal.SIGTERM]
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0)

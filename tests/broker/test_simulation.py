@@ -9,7 +9,7 @@ import pytest
 from tests.broker.world import subscribers_come_and_go
 from tests.mutants import planted_defects
 
-from moored.broker import _stream
+from moored.broker import _replays
 from moored.broker._audience import Audience, StreamBuffer
 from moored.broker._broker import Broker
 from moored.broker._events import LiveEvent
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.pure
 
 @pytest.fixture(autouse=True)
 def _short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_stream, "PAGE", 3)
+    monkeypatch.setattr(_replays, "PAGE", 3)
 
 
 def test_clients_get_every_event_of_their_tenant_once_or_a_reset() -> None:
@@ -62,7 +62,19 @@ def _forgetful(self: StreamBuffer, floor: Any) -> bool:
     return _caught_up(self, floor)
 
 
-_caught_up = StreamBuffer.caught_up
+def _newest_always(self: StreamBuffer, id: str, position: Any) -> None:
+    floor, self.floor = self.floor, None
+    _keepalive(self, id, position)
+    self.floor = floor
+
+
+def _after_the_end(self: StreamBuffer, id: str, position: Any) -> None:
+    reason, self.end_reason = self.end_reason, ""
+    _keepalive(self, id, position)
+    self.end_reason = reason
+
+
+_caught_up, _keepalive = StreamBuffer.caught_up, StreamBuffer.keepalive
 
 MUTANTS = [
     mutant(Audience, "hearers", _everybody, name="index by channel only"),
@@ -71,6 +83,8 @@ MUTANTS = [
     mutant(Broker, "_gap", _silent, name="gap without a reset"),
     mutant(StreamBuffer, "push", _unbounded, name="unbounded buffer"),
     mutant(StreamBuffer, "caught_up", _forgetful, name="not registered while it replays"),
+    mutant(StreamBuffer, "keepalive", _newest_always, name="id of a broker that is behind"),
+    mutant(StreamBuffer, "keepalive", _after_the_end, name="id after events were dropped"),
 ]
 
 

@@ -120,6 +120,15 @@ class Node:
             slow=self._policy,
         )
         await self._stack.enter_async_context(self.broker)
+        idling = asyncio.create_task(self._send_keepalives())
+        self._stack.callback(idling.cancel)
+
+    async def _send_keepalives(self) -> None:
+        while True:
+            await asyncio.sleep(self._sim.random(0, 0.2))
+            for subscriber in list(self.broker._audience):
+                if self._sim.rng.random() < 0.5:
+                    self.broker._keepalive(subscriber)
 
     async def stop(self) -> None:
         await self.broker.drain(over=self._sim.random(0, 1))
@@ -163,19 +172,33 @@ class Client:
         async with broker.subscribe(self.tenant, self.channels, after=self._last) as events:
             if not self._last:
                 self._moved(events.start)
-            async for item in events:
-                buffered = len(events.subscriber)
-                assert buffered <= 4, f"{buffered} events are buffered"
-                if isinstance(item, LiveEvent):
-                    self._got(item)
-                else:
-                    self._complete = None
-                if isinstance(item, StreamReset):
-                    self._moved(item.id)
-                if self._done:
-                    return
-                if self._pace:
-                    await asyncio.sleep(self._sim.random(0, self._pace))
+            try:
+                async for item in events:
+                    buffered = len(events.subscriber)
+                    assert buffered <= 4, f"{buffered} events are buffered"
+                    if isinstance(item, LiveEvent):
+                        self._got(item)
+                    else:
+                        self._complete = None
+                    if isinstance(item, StreamReset):
+                        self._moved(item.id)
+                    if self._done:
+                        return
+                    if self._pace:
+                        await asyncio.sleep(self._sim.random(0, self._pace))
+            finally:
+                self._idled(events.id)
+
+    def _idled(self, id: str) -> None:
+        """Resume after this id: no event may be missing up to it."""
+        if id and self._complete is not None:
+            until = self._log.position(id)
+            own = [each.position for each in self._log.of(self.tenant, self.channels)]
+            missed = [each for each in own if self._complete < each <= until]
+            assert not missed, f"missed {missed} until {until}"
+            assert until >= self._complete, f"went back to {until}"
+            self._complete = until
+        self._last = id or self._last
 
     def _moved(self, id: str) -> None:
         """From this id on, no event may be missing."""

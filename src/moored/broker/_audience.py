@@ -106,10 +106,15 @@ class StreamBuffer:
         self._items.append(StreamReset(reason, id))
         self._notify()
 
-    def keepalive(self) -> None:
-        """Let the stream send something, if it has nothing to send."""
-        if not self._items and not self.replaying:
-            self._items.append(StreamComment())
+    def keepalive(self, id: str, position: Any) -> None:
+        """Let the stream send something, if it has nothing to send.
+
+        The client then resumes after `id`, so the id is left out if the client may have an event
+        after it: one of the history that this broker has not reached yet.
+        """
+        if not (self._items or self.replaying or self.end_reason):
+            known = self.floor is None or (position is not None and position >= self.floor)
+            self._items.append(StreamComment(id if known else ""))
             self._notify()
 
     def end(self, reason: str) -> None:

@@ -37,6 +37,7 @@ from ._events import (
     TooManyStreams,
 )
 from ._recent import RecentEvents
+from ._replays import Replays
 from ._stream import LiveStream
 from ._tenants import Tenants, Untold, canonical_uuid
 
@@ -138,6 +139,7 @@ class Broker:
             replay = source
         self._history = RecentEvents(history, history * 16 * 1024) if replay is None else None
         self._replay: ReplaySource = self._history if replay is None else replay  # type: ignore[assignment]
+        self._replays = Replays(self._replay, self._admit)
         self._tenants = Tenants(tenant, canonical)
         self._limits = buffer, buffer_bytes, slow
         #: The most streams, of all tenants.
@@ -145,7 +147,8 @@ class Broker:
         self._max_per_tenant = max_streams_per_tenant
         self._audience = Audience()
         # The id after which a client resumes whose stream begins, or is reset, now.
-        self._newest = ""
+        # The events of all tenants up to it were handed out.
+        self._newest, self._position = "", None
         self._events = self._delivered = self._replayed = self._high_water = 0
         self._dropped: Counter[str] = Counter()
         self._resets: Counter[str] = Counter()
@@ -205,6 +208,7 @@ class Broker:
         random.shuffle(left)
         at_once = math.ceil(len(left) / 100)
         for number, subscriber in enumerate(left):
+            self._keepalive(subscriber)  # an idle client resumes from the present
             subscriber.end("drained")
             if number % at_once == 0:
                 await asyncio.sleep(over / 100)
@@ -253,9 +257,11 @@ class Broker:
         """Hand an event to the subscribers of its tenant and channel."""
         self._events += 1
         event = self._admit(found)
+        newest = event or found
+        if newest.id:
+            self._newest, self._position = newest.id, newest.position
         if event is None:
             return
-        self._newest = event.id
         ended = []
         for subscriber in self._audience.hearers(event.tenant, event.channel):
             if reason := subscriber.push(event):
@@ -282,6 +288,9 @@ class Broker:
 
     def _gap(self, gap: SourceGap, kind: str) -> None:
         self._newest = gap.id if self._history is None else self._history.cut()
+        self._position = None
+        with suppress(HistoryLost, ValueError):  # without an id, or before the first event
+            self._position = self._replay.position(self._newest)
         for subscriber in list(self._audience):
             subscriber.reset(gap.reason, self._newest)
             self._resets["gap"] += 1
@@ -341,13 +350,24 @@ class Broker:
             self._lost(subscriber, lost)
         start = "" if after else self._newest
         return LiveStream(
-            subscriber, self._replay, position, start, admit=self._replays, on_lost=self._lost
+            subscriber,
+            self._replays,
+            position,
+            start,
+            after or start,
+            on_replayed=self._count_replayed,
+            on_lost=self._lost,
         )
 
-    def _replays(self, found: SourceEvent) -> LiveEvent | None:
-        if (event := self._admit(found)) is not None:
-            self._replayed += 1
-        return event
+    def keepalive(self, stream: LiveStream) -> None:
+        """Let an idle stream send the id after which its client may resume now."""
+        self._keepalive(stream.subscriber)
+
+    def _keepalive(self, subscriber: StreamBuffer) -> None:
+        subscriber.keepalive(self._newest, self._position)
+
+    def _count_replayed(self, events: int) -> None:
+        self._replayed += events
 
     def _lost(self, subscriber: StreamBuffer, reason: str) -> None:
         self._resets["history"] += 1

@@ -68,7 +68,8 @@ class SourceEvent(NamedTuple):
     tenant: str | None = None
     #: The id that clients send as `Last-Event-ID`; empty if the source has no history.
     id: str = ""
-    #: The place of the event in the total order of the source; comparable with all others.
+    #: The place of the event in the total order of the source; comparable with all others, and
+    #: hashable.
     position: Any = None
 
 
@@ -197,10 +198,21 @@ class Skipped(NamedTuple):
 
 
 class StreamComment(NamedTuple):
-    """A comment that shows a proxy and the client that the stream is alive."""
+    """A comment that shows a proxy and the client that the stream is alive.
 
-    sse: bytes = b":keepalive\n\n"
-    json: str = '{"event": "keepalive"}'
+    :ivar id: the event id to resume after: an idle client then resumes from the present. A client
+        of server-sent events takes it from a block without data, which is no event for it.
+    """
+
+    id: str = ""
+
+    @property
+    def sse(self) -> bytes:
+        return f":keepalive\nid: {self.id}\n\n".encode() if self.id else b":keepalive\n\n"
+
+    @property
+    def json(self) -> str:
+        return json.dumps({"event": "keepalive", **({"id": self.id} if self.id else {})})
 
 
 def sse(event: str, data: str, id: str | None) -> bytes:

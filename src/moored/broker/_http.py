@@ -108,7 +108,8 @@ class BrokerApp:
         same origin and from `origins` only.
     :param origins: the origins of pages that may open streams (CORS), such as
         `https://app.example`.
-    :param keepalive: seconds after which an idle stream sends a comment.
+    :param keepalive: seconds after which an idle stream sends a comment, with the id after which
+        the client would resume.
     :param send_timeout: seconds after which the connection of a client that does not read is cut;
         one second when the broker drains.
     :param retry: the seconds after which a client reconnects, at least and at most.
@@ -326,7 +327,7 @@ class BrokerApp:
             if since is not None and now - since > patience:
                 connection.abort()
             elif since is None and now - connection.last_sent >= self._keepalive:
-                subscriber.keepalive()
+                self.broker.keepalive(connection.stream)
         if self._connections:
             loop.call_later(TICK, self._tick, loop)
         else:

@@ -13,16 +13,14 @@ from ._events import (
     DEFECTS,
     HistoryLost,
     LiveEvent,
-    ReplaySource,
+    Skipped,
     SlowSubscriber,
-    SourceEvent,
     StreamComment,
 )
+from ._replays import Replays
 
 __all__ = ["LiveStream"]
 
-#: How many events of the history are read at a time.
-PAGE = 100
 #: Seconds between two attempts to read the history.
 RETRY = 0.5, 5.0
 
@@ -35,22 +33,26 @@ class LiveStream:
 
     :ivar start: the id to resume after, if the stream ends before its first event; empty if the
         stream was opened with `after`, or if the source has not begun.
+    :ivar id: the id to resume after now: that of the last item, or a newer one after which there
+        was nothing for this stream.
     """
 
     def __init__(
         self,
         subscriber: StreamBuffer,
-        replay: ReplaySource,
+        replays: Replays,
         after: Any,
         start: str,
+        id: str,
         *,
-        admit: Callable[[SourceEvent], LiveEvent | None],
+        on_replayed: Callable[[int], None],
         on_lost: Callable[[StreamBuffer, str], None],
     ) -> None:
         self.subscriber = subscriber
         self.start = start
-        self._replay = replay
-        self._admit = admit
+        self.id = id
+        self._replays = replays
+        self._on_replayed = on_replayed
         self._on_lost = on_lost
         self._after = after
         self._retry = Backoff(*RETRY, jitter="half")
@@ -86,8 +88,8 @@ class LiveStream:
     async def _read(self) -> list[Item]:
         """Return the next events of the history; go live at its end."""
         subscriber = self.subscriber
-        wanted = subscriber.tenant, subscriber.channels, PAGE
-        reading = asyncio.ensure_future(self._replay.read(self._after, *wanted))
+        wanted = self._after, subscriber.tenant, subscriber.channels
+        reading = asyncio.ensure_future(self._replays.page(*wanted))
         try:
             # A read may wait for a server that is down, and longer than the client does.
             await first_of(reading, self._wait())
@@ -105,11 +107,13 @@ class LiveStream:
             return []  # the stream has ended, or a gap of the source has made the history useless
         page = reading.result()
         self._retry.succeed()
-        if not page:
+        if page.last is None:
             subscriber.caught_up(self._after)
             return []
-        self._after = page[-1].position
-        return [event for event in map(self._admit, page) if event and self._may_see(event)]
+        self._after = page.last
+        found: list[Item] = [event for event in page.events if self._may_see(event)]
+        self._on_replayed(len(found))
+        return found
 
     def _may_see(self, event: LiveEvent) -> bool:
         return event.tenant == self.subscriber.tenant and self.subscriber.gets(event.channel)
@@ -120,7 +124,10 @@ class LiveStream:
     async def __anext__(self) -> Item:
         while self._taken or (taken := await self.take()):
             self._taken = self._taken or taken[::-1]
-            if not isinstance(item := self._taken.pop(), StreamComment):
+            item = self._taken.pop()
+            if not isinstance(item, Skipped):
+                self.id = item.id or self.id
+            if not isinstance(item, StreamComment):
                 return item
         if self.subscriber.end_reason == "slow":
             raise SlowSubscriber(

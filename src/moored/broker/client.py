@@ -88,7 +88,7 @@ async def follow(
                             yield StreamReset(json.loads(data)["reason"], after)
                         elif name == "retry":
                             pause = int(data) / 1000
-                        elif name not in ("start", "expired"):
+                        elif name not in ("start", "expired", "keepalive"):
                             yield ReceivedEvent(name, data, id)
             except httpx.HTTPError as error:
                 failures += 1
@@ -137,6 +137,8 @@ async def _blocks(response: httpx.Response) -> AsyncIterator[tuple[str, str, str
         if not line:
             if data:
                 yield name, "\n".join(data), id
+            elif id is not None:
+                yield "keepalive", "", id
             name, data, id = "message", [], None
         elif field == "event":
             name = value
