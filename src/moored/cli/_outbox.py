@@ -1,4 +1,4 @@
-"""`moored outbox`: install an outbox, show its state, and run its upkeep."""
+"""`moored outbox`: install or upgrade an outbox, show its state, and run its upkeep."""
 
 from __future__ import annotations
 
@@ -83,6 +83,26 @@ def install(
     )
     text = f"the outbox in schema {schema} is installed"
     show({"installed": schema}, as_json, lambda out: out.print(Text(text)))
+    return 0
+
+
+@app.command()
+def upgrade(database_url: DatabaseUrl, schema: Schema = "moored", as_json: Json = False) -> int:
+    """Bring an older outbox up to date while services publish.
+
+    The indexes are built concurrently, one partition after the other; then the tables, functions
+    and stored cursors are converted, for which publishers wait for half a second at a time.
+    Programs of older versions go on publishing, and their consumers end with an error. Example:
+
+        moored outbox upgrade --database-url postgresql://owner@db/app
+    """
+    _with_outbox(
+        database_url,
+        schema,
+        lambda outbox: outbox.upgrade(report=lambda text: None if as_json else typer.echo(text)),
+    )
+    text = f"the outbox in schema {schema} is up to date"
+    show({"upgraded": schema}, as_json, lambda out: out.print(Text(text)))
     return 0
 
 

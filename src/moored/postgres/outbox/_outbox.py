@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple, Self, TypeVar, cast, get_args
 from weakref import WeakSet
 
@@ -29,7 +29,7 @@ from ..consume import Reset
 from ..report import explained
 from ..server import pool_by
 from . import _ddl
-from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer
+from ._consumer import CLOSE, HELD, PAGE, TEMPORARY, OutboxConsumer
 from ._cursor import Cursor
 from ._ddl import Wake
 from ._publish import check_schema, message_prefix, publish
@@ -37,6 +37,7 @@ from ._reader import OutboxEvent, PsycopgPool, Reader
 from ._ring import StreamRing
 from ._status import OutboxStatus, read_status
 from ._stream_wakes import StreamWakes
+from ._upgrade import build_indexes, installed_wake
 from ._wakes import Wakes, WakeSource
 
 log = logging.getLogger("moored.postgres")
@@ -212,6 +213,9 @@ class Outbox:
         self._state = "closed"
         self.wakes.wake()
         await asyncio.gather(*(consumer.aclose() for consumer in self._consumers))
+        with suppress(*TEMPORARY):
+            async with asyncio.timeout(CLOSE):
+                await self._reader.keep_final()
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
@@ -244,8 +248,8 @@ class Outbox:
     ) -> OutboxConsumer:
         """Return the events of a named consumer, at least once: `async for event in …`.
 
-        The order is the same for all consumers: a transaction whose first write follows the commit
-        of another one never comes before it; concurrent ones come in either order.
+        The order is the same for all consumers, and an event that is published after the commit of
+        another one comes after it. Those of concurrent transactions may be interleaved.
 
         :param consumer: the name under which its cursor is stored, in the database.
         :param channels: the channels to read; without any, all.
@@ -321,16 +325,16 @@ class Outbox:
                 cursor = page.server.now()
                 yield OutboxBatch([], str(cursor), Reset(reason))
                 continue
-            cursor = max(cursor, page.server.now()) if page.complete else page.events[-1]._cursor
+            cursor = page.server.after(cursor) if page.complete else page.events[-1]._cursor
             if page.events:
                 held.succeed()
                 yield OutboxBatch(page.events, str(cursor), None)
             else:
                 await self.wakes.more(woken, held, page.server)
 
-    def place(self, cursor: str) -> tuple[int, int]:
+    def place(self, cursor: str) -> int:
         """Return the sort key of a cursor; raise `ValueError` for an invalid cursor."""
-        return Cursor.parse(cursor).place
+        return Cursor.parse(cursor).id
 
     async def drop_consumer(self, name: str) -> None:
         """Remove the stored cursor of a consumer."""
@@ -343,11 +347,16 @@ class Outbox:
     async def install(self, *, wake: Wake | None = None, roles: Sequence[str] = ()) -> None:
         """Create the tables and functions, or bring older ones up to date.
 
+        It waits until no publisher is open, for half a second at a time, in which other publishers
+        wait behind it. In a large older outbox run `upgrade()` instead, which blocks none of them
+        while it builds the indexes.
+
         :param wake: another way to wake consumers than that of this object.
         :param roles: roles that may publish, consume and run the upkeep.
         """
         grants = [_ddl.grants(role, self.schema) for role in roles]
-        await self._run_ddl("".join([_ddl.ddl(self.schema, wake=wake or self.wake), *grants]))
+        ddl = _ddl.ddl(self.schema, wake=wake or self.wake)
+        await self._reader.change(sql.SQL("".join([ddl, *grants])))
 
     async def capture(
         self, table: str, *, channel: str | None = None, tenant_column: str | None = None
@@ -362,6 +371,19 @@ class Outbox:
     async def uncapture(self, table: str) -> None:
         """Remove the triggers of `capture()`."""
         await self._run_ddl(_ddl.uncapture(table))
+
+    async def upgrade(self, *, report: Callable[[str], object] = log.info) -> None:
+        """Bring an older outbox up to date while services publish.
+
+        Programs of older versions go on publishing, and their consumers end with an error: start
+        the new ones right after it.
+
+        :param report: is given a line of text at each step.
+        """
+        wake = await installed_wake(self._reader)
+        await build_indexes(self._reader, report)
+        report(f"converting the tables and functions in schema {self.schema}")
+        await self.install(wake=wake)
 
     async def _run_ddl(self, text: str) -> None:
         await self._reader.run(sql.SQL(text))
@@ -404,7 +426,7 @@ class Outbox:
         so = "there is nothing to do"
         if found is not None and found.held_back is not None:
             because.append(f"delivery is held back: {found.held_back}")
-            so = "end that transaction: commit it, or terminate its backend"
+            so = f"end that transaction: {found.held_back.remedy}"
         return explained(f"{self.schema}: {head}", because, so)
 
     @property
@@ -437,6 +459,8 @@ class Outbox:
         while True:
             found = await _attempt("the state of the outbox could not be queried", self.status)
             self.last_status = found
+            if found is not None:
+                await _attempt("what is final could not be stored", self._reader.keep_final)
             held = found and found.held_back
             if held is None or held.waiting < HELD_TOO_LONG:
                 self._reported = None

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import Any, Protocol
 
 from moored.kernel import Backoff, Clock, Context, describe
 
-from ._cursor import OutboxState
+from ._cursor import OutboxState, sees
 
 log = logging.getLogger("moored.postgres")
 
 #: Seconds between reads while notifications arrive, and while there is no listener, or it is down.
 POLL, POLL_DOWN = 30.0, 1.0
+#: Announced transactions that are remembered while no consumer reads.
+ANNOUNCED = 1000
 
 
 class WakeSource(Protocol):
@@ -40,8 +43,9 @@ class Wakes:
         self._subscribed = False
         self._next = asyncio.Event()
         self._last = 0.0
-        # The newest transaction that the stream has announced, without its epoch.
-        self._announced: int | None = None
+        # The last transactions that the stream has announced, without their epochs, until a reader
+        # sees them.
+        self._announced: deque[int] = deque(maxlen=ANNOUNCED)
         #: Notifications and gaps so far.
         self.notified = 0
 
@@ -63,26 +67,28 @@ class Wakes:
     async def more(self, woken: asyncio.Event, held: Backoff, server: OutboxState) -> None:
         """Wait until there may be more events than on a page that had none."""
         # A transaction that holds events back may end without a notification.
-        waits = server.held or self.may_be_invisible(server.xmin)
+        waits = server.held or self.may_be_invisible(server.snapshot)
         if not waits:
             held.succeed()
         with suppress(TimeoutError):
             async with asyncio.timeout(held.fail() if waits else None):
                 await woken.wait()
 
-    def may_be_invisible(self, xmin: int) -> bool:
-        """Whether a transaction that was announced may not have ended for a reader with this xmin.
+    def may_be_invisible(self, snapshot: str) -> bool:
+        """Whether a transaction that was announced had not ended in a snapshot.
 
         The change stream has a transaction as soon as its commit is in the WAL; readers see it a
         moment later, or when a synchronous standby has it, too.
         """
-        return self._announced is not None and (self._announced - xmin) % 2**32 < 2**31
+        while self._announced and sees(snapshot, self._announced[0]):
+            self._announced.popleft()
+        return bool(self._announced)
 
     def _announce(self, item: object) -> None:
-        if not isinstance(item, int):
-            self._announced = None
-        elif not self.may_be_invisible(item):  # the announced one is older
-            self._announced = item
+        if isinstance(item, int):
+            self._announced.append(item)
+        else:
+            self._announced.clear()
 
     async def listen(self, ctx: Context) -> None:
         """Wake the consumers at each notification, until the subscription ends."""
