@@ -21,6 +21,7 @@ from moored.postgres import (
     Position,
     Postgres,
     Reset,
+    SchemaChanged,
     StreamEnded,
     Transaction,
 )
@@ -419,6 +420,7 @@ def given(changes: Changes) -> list[object]:
     return [
         int(item.position.lsn) if isinstance(item, Transaction) else item.reason
         for item in changes._queue
+        if not isinstance(item, SchemaChanged)
     ]
 
 

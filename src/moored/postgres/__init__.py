@@ -4,7 +4,7 @@ from ._errors import ConfigurationError, DecodeError, PostgresError, StateError,
 from ._lsn import Lsn
 from ._position import RESUME, History, Position
 from ._postgres import Postgres, StackEvent
-from .consume import Changes, Reset, Transaction
+from .consume import Changes, Reset, SchemaChanged, Transaction
 from .decode import (
     UNCHANGED,
     Change,
@@ -43,6 +43,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Postgres",
     "RESUME",
     "Reset",
+    "SchemaChanged",
     "StackEvent",
     "Transaction",
     # Copies of tables

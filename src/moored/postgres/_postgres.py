@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, overload
 from weakref import WeakSet
 
 import psycopg
@@ -30,7 +30,7 @@ from moored.reservoir import PoolClosed
 from ._errors import ConfigurationError, PostgresError
 from ._position import RESUME, Position, Resume
 from ._settings import Settings, default_state_dir
-from .consume import Changes, mistakes, stored
+from .consume import Changes, SchemaChanged, mistakes, stored
 from .listen import Listener
 from .manage import Restarter, Role, Stack
 from .outbox import Outbox, OutboxPool
@@ -346,13 +346,34 @@ class Postgres:
                     continue
                 return stack.pop_all(), conn
 
+    @overload
     def changes(
         self,
         consumer: str = "default",
         *,
         tables: tuple[str, ...] | list[str] = (),
         start: Position | str | Resume | None = RESUME,
-    ) -> Changes:
+        schema_changes: Literal[False] = False,
+    ) -> Changes: ...
+
+    @overload
+    def changes(
+        self,
+        consumer: str = "default",
+        *,
+        tables: tuple[str, ...] | list[str] = (),
+        start: Position | str | Resume | None = RESUME,
+        schema_changes: bool,
+    ) -> Changes[SchemaChanged]: ...
+
+    def changes(
+        self,
+        consumer: str = "default",
+        *,
+        tables: tuple[str, ...] | list[str] = (),
+        start: Position | str | Resume | None = RESUME,
+        schema_changes: bool = False,
+    ) -> Changes[Any]:
         """Return committed transactions, in commit order, at least once: `async for txn in …`.
 
         :param consumer: the name under which acknowledgements are stored, also while it is closed.
@@ -360,6 +381,8 @@ class Postgres:
             tables of the publication.
         :param start: a position that the consumer has stored itself; later transactions follow.
             With `RESUME`, or None if it has stored none yet, all follow that are not acknowledged.
+        :param schema_changes: also deliver a `SchemaChanged` when columns of the tables were added,
+            dropped, renamed, or given another type that leaves the rows as they are.
         """
         self._check_open()
         wrong: list[str] = (
@@ -372,7 +395,9 @@ class Postgres:
             start = Position.parse(start)
         self._wake_soon()
         place = None if start is RESUME else start
-        return self._hub.attach(consumer, tables=tuple(tables), start=place)
+        return self._hub.attach(
+            consumer, tables=tuple(tables), start=place, schema_changes=schema_changes
+        )
 
     def snapshot(
         self,

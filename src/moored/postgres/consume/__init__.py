@@ -4,6 +4,7 @@ from ._consumer import Attachment, Changes, Reset, Transaction
 from ._hub import Hub
 from ._integrity import Integrity
 from ._publisher import Publisher
+from ._schema_changes import SchemaChanged
 from ._store import StateStore, StoredState, stored
 from ._tables import mistakes, shortened
 
@@ -14,6 +15,7 @@ __all__ = [
     "Integrity",
     "Publisher",
     "Reset",
+    "SchemaChanged",
     "StateStore",
     "StoredState",
     "Transaction",

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, Generic, NamedTuple, Never, Self, cast
 
 from .._lsn import Lsn
 from .._position import History, Position
 from ..decode import Change, Committed, Emitted, Relation, Truncate
+from ._schema_changes import SchemaChanged
 from ._tables import Followed, parse_table
+
+if sys.version_info >= (3, 13):
+    from typing import TypeVar
+else:
+    from typing_extensions import TypeVar  # a dependency of psycopg
 
 if TYPE_CHECKING:
     from ._hub import Hub
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
 __all__ = ["Attachment", "Changes", "Reset", "Transaction"]
 
 log = logging.getLogger("moored.postgres")
+
+#: What is delivered besides transactions and resets: with `schema_changes=True`, `SchemaChanged`.
+Extra = TypeVar("Extra", covariant=True, default=Never)
 
 #: After so many transactions and changes without a wait, iteration yields to the event loop.
 YIELD_EVERY = 2000
@@ -144,7 +154,7 @@ class Transaction:
         return f"<Transaction {self.xid} at {self.commit_lsn}: {len(self)} changes>"
 
 
-class Changes:
+class Changes(Generic[Extra]):
     """The transactions of one consumer: `async for txn in changes`.
 
     Iteration ends when this object or its `Postgres` is closed. Leaving the loop pauses the
@@ -154,9 +164,13 @@ class Changes:
     Several tasks may share one: each transaction goes to the task that has waited longest.
     """
 
-    def __init__(self, hub: Hub, name: str, tables: tuple[str, ...]) -> None:
+    def __init__(
+        self, hub: Hub, name: str, tables: tuple[str, ...], *, schema_changes: bool = False
+    ) -> None:
         self._hub = hub
         self.name = name
+        #: Whether it is given a `SchemaChanged` when columns of its tables have changed.
+        self.schema_changes = schema_changes
         #: The tables to follow; empty for all published tables.
         self.tables = tables
         #: Those that are not published yet: locked by other sessions, dropped or renamed.
@@ -164,7 +178,7 @@ class Changes:
         #: Whether it continues a copy: then it is reset if partitions add or remove rows.
         self.copied = False
         self._names = {each: parse_table(each) for each in tables}
-        self._queue: deque[Transaction | Reset] = deque()
+        self._queue: deque[Transaction | Reset | SchemaChanged] = deque()
         self._bytes = 0
         self._taken = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -180,8 +194,8 @@ class Changes:
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Transaction | Reset:
-        """Return the next transaction, or a `Reset`."""
+    async def __anext__(self) -> Transaction | Reset | Extra:
+        """Return the next transaction, or a `Reset`, or a `SchemaChanged` if it wants these."""
         if (last := self._last) is not None and not self._closed:
             await self._hub.reset_handled(self, last)
             if self._last is last:  # another task may have received the next Reset meanwhile
@@ -206,10 +220,9 @@ class Changes:
             self._bytes -= body.size
             if self._hub.pressure.full:
                 self._hub.pressure.taken()
-        else:
-            assert isinstance(item, Reset)
+        elif isinstance(item, Reset):
             self._last = item
-        return item
+        return cast("Transaction | Reset | Extra", item)
 
     async def _wait(self) -> None:
         """Wait until the queue may have an item."""
@@ -237,7 +250,7 @@ class Changes:
 
     # -- for the hub ---------------------------------------------------------------------------
 
-    def _put(self, item: Transaction | Reset) -> None:
+    def _put(self, item: Transaction | Reset | SchemaChanged) -> None:
         self._queue.append(item)
         if type(item) is Transaction:
             self._bytes += item._committed.body.size

@@ -12,6 +12,7 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 from moored.kernel import Clock, Recorder, counted
 
@@ -145,7 +146,12 @@ class Hub:
     # -- consumers -----------------------------------------------------------------------------
 
     def attach(
-        self, name: str, *, tables: tuple[str, ...] = (), start: Position | None = None
+        self,
+        name: str,
+        *,
+        tables: tuple[str, ...] = (),
+        start: Position | None = None,
+        schema_changes: bool = False,
     ) -> Changes:
         """Attach a consumer."""
         if (other := self._attached.get(name)) is not None and not other._closed:
@@ -153,7 +159,7 @@ class Hub:
                 f"a consumer {name!r} is already attached: give each its own name, or close the "
                 "other one; `async with pg.changes(...) as changes` always closes it"
             )
-        changes = Changes(self, name, tables)
+        changes: Changes = Changes(self, name, tables, schema_changes=schema_changes)
         if start is not None:
             self._start_at(name, start)
         elif name not in self._known:
@@ -255,7 +261,7 @@ class Hub:
         known.start = known.progress = None
         self._start_over(known, self._new_reset(reason, known.name))
 
-    def detach(self, changes: Changes) -> None:
+    def detach(self, changes: Changes[Any]) -> None:
         """Detach a consumer; it may still acknowledge delivered transactions."""
         if self._attached.get(changes.name) is changes:
             del self._attached[changes.name]
@@ -313,7 +319,7 @@ class Hub:
                 self.on_progress()
         return True
 
-    async def reset_handled(self, changes: Changes, reset: Reset) -> None:
+    async def reset_handled(self, changes: Changes[Any], reset: Reset) -> None:
         """Record that a consumer has handled a reset, unless there is another one by now."""
         await stored(self._store.reset_handled, changes.name, reset.number)
         known = self._known.get(changes.name)

@@ -75,7 +75,8 @@ SELECT l.wanted, c.oid, n.nspname::text, c.relname::text, c.relkind::text, c.rel
   coalesce(p.pubviaroot, false),
   (SELECT coalesce(json_object_agg(a.attnum, json_build_array(a.attname, a.atttypid::bigint,
       CASE a.atttypid WHEN 'numeric'::regtype THEN a.atttypmod ELSE -1 END,
-      a.atthasdef OR a.atthasmissing OR a.attidentity <> '')), '{{}}')
+      a.atthasdef OR a.atthasmissing OR a.attidentity <> '',
+      format_type(a.atttypid, a.atttypmod))), '{{}}')
    FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped),
   (SELECT coalesce(json_object_agg(t.relid::oid || '/' || i.xmin, json_build_array(
       -- ATTACH PARTITION has written its columns with the same command, PARTITION OF before.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import psycopg
@@ -35,6 +35,7 @@ from ._publication_sql import (
     marker,
     options_for,
 )
+from ._schema_changes import SchemaChanged
 from ._tables import Followed, Table, parse_table, shortened
 
 __all__ = ["Publisher"]
@@ -62,10 +63,18 @@ Consumers = Sequence[weakref.ref[Changes]]
 
 
 class Publisher:
-    """Publishes and confirms the tables of all consumers."""
+    """Publishes and confirms the tables of all consumers.
 
-    def __init__(self, hub: Hub, settings: Settings) -> None:
-        self._hub = hub
+    :param emit: emits an event: its name, and the details.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        settings: Settings,
+        emit: Callable[[str, str], None] = lambda name, detail: None,
+    ) -> None:
+        self._hub, self._emit = hub, emit
         self._publication, self._slot = settings.publication_name, settings.slot_name
         self._manual = settings.manual_publication
         # A publication that the user has named may have others who use it.
@@ -87,12 +96,15 @@ class Publisher:
         self._report_gone(found)
         waiting: set[str] = set()
         followed: dict[str, str] = {}
+        self._altered: dict[str, SchemaChanged] = {}
         try:
             for consumer in consumers:
                 waiting |= await self._confirm_tables(consumer(), found, busy, followed)
         finally:
             if followed:
                 await self._hub.keep_followed(followed)
+            for each in self._altered.values():
+                self._emit("schema_changed", str(each))
         return sorted(waiting)
 
     async def changed(self, conn: Connection) -> bool:
@@ -341,8 +353,19 @@ class Publisher:
             # The consumer's new copy has all changes before this LSN. If they were delivered after
             # the copy, a change whose successor was not published would overwrite it for good.
             at = max((table.log_end for table in ready.values()), default=0)
-            followed |= await self._hub.follow(changes, now, self._missed(changes, now), at)
+            missed = self._missed(changes, now)
+            if missed is None:
+                self._report_altered(changes, now)
+            followed |= await self._hub.follow(changes, now, missed, at)
         return waiting
+
+    def _report_altered(self, changes: Changes, now: dict[str, Followed]) -> None:
+        before = self._hub.followed(changes.name)
+        for name in now.keys() & before.keys():
+            if (found := before[name].altered(now[name])) is not None:
+                self._altered[found.table] = found
+                if changes.schema_changes:
+                    changes._put(found)
 
     def _report_gone(self, found: Found) -> None:
         wanted = {name for changes in self._hub.attached() for name in changes.tables}

@@ -17,6 +17,7 @@ from psycopg import sql
 
 from .._lsn import Lsn
 from ..decode import Relation
+from ._schema_changes import Columns, SchemaChanged, altered
 
 __all__ = ["Followed", "Table", "TableName", "dump", "load", "mistakes", "parse_table", "shortened"]
 
@@ -49,9 +50,7 @@ class Followed(NamedTuple):
     member: str
     #: Which publication, and which version of its row.
     publication: str
-    #: By their numbers in pg_attribute: name, type, modifier of a numeric, and whether it has a
-    #: default.
-    columns: Mapping[str, Sequence[Any]] | None = None
+    columns: Columns | None = None
     #: By their oids and the transactions that made them partitions: the name, and whether it was
     #: created before that and has rows. None for a consumer without a copy.
     partitions: Mapping[str, Sequence[Any]] | None = None
@@ -80,6 +79,10 @@ class Followed(NamedTuple):
             )
         return None
 
+    def altered(self, now: Followed) -> SchemaChanged | None:
+        """Return how the columns of the same table differ; None if they do not."""
+        return altered(f"{now.schema}.{now.name}", self.columns, now.columns)
+
     def _moved(self, now: Followed) -> list[str]:
         """Return the partitions that have removed rows from the table, or added rows to it."""
         before, after = self.partitions, now.partitions
@@ -91,8 +94,9 @@ class Followed(NamedTuple):
     def _rewritten(self, now: Followed) -> list[str]:
         """Return the columns whose values are others than before, also in unchanged rows."""
         known, found = self.columns, []
-        for number, (name, *kind, default) in (now.columns or {}).items():
+        for number, (name, oid, modifier, default, *_) in (now.columns or {}).items():
             before = None if known is None else known.get(number)
+            kind = [oid, modifier]
             if known is not None and (default if before is None else [*before[1:3]] != kind):
                 found.append(name)
         return found
@@ -132,7 +136,7 @@ class Table(NamedTuple):
     #: Whether the publication publishes all operations, and partitions as their parent.
     complete: bool
     via_root: bool
-    columns: Mapping[str, Sequence[Any]]
+    columns: Columns
     partitions: Mapping[str, Sequence[Any]]
     #: The end of the WAL at the time of the query.
     log_end: Lsn

@@ -74,7 +74,7 @@ class Manager:
         self.client: ReplicationClient | None = None
         self.pools: dict[Role, ManagedPool] = {}
         self._unavailable_reported = False
-        self._publisher = Publisher(self._hub, self._settings)
+        self._publisher = Publisher(self._hub, self._settings, self._emit)
         self._tables_changed = asyncio.Event()
         self._rewound_at = -REWIND_EVERY
         #: The text of a fatal error: it stops for good.
