@@ -19,6 +19,7 @@ from moored.postgres.report._phases import CHART
 from moored.postgres.server._faults import FAULTS, Fault, FaultVerdict
 
 from .conftest import MakePostgres, Sql
+from .server import until
 
 MANAGER = page("topics/postgres-manager")
 OPERATIONS = page("operations/postgres")
@@ -112,7 +113,13 @@ async def test_the_tutorial_prints_what_it_says(make: MakePostgres, sql: Sql) ->
     names["print"] = lambda *words: printed.put_nowait(" ".join(map(str, words)))
     await sql.execute("alter table orders rename name to item")
     running = asyncio.create_task(names["main"]())
-    await (await made).wait_until_published("orders", timeout=LIMIT)
+    pg = await made
+
+    async def is_open() -> bool:
+        return pg.is_open
+
+    await until(is_open)
+    await pg.wait_until_published("orders", timeout=LIMIT)
     await sql.execute("insert into orders values (1, 'tea')")
     await sql.execute("update orders set item = 'green tea'")
     await sql.execute("delete from orders")
