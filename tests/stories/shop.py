@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 from uuid import UUID
 
-from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount, Route
 
 import moored
 from moored.broker import Identity
@@ -29,7 +32,7 @@ async def authenticate(token: str) -> Identity | None:
     return Identity(str(UUID(token)))
 
 
-app.broker(pg.outbox, channels=["orders"], authenticate=authenticate)
+app.broker(pg.outbox, channels=["orders"], authenticate=authenticate, required=True)
 
 
 @app.consumer(pg, "copy", tables=["orders"], after=["db"], required=True)
@@ -45,14 +48,12 @@ async def copy(txn: Transaction | Reset) -> None:
                 await conn.execute(COPY, [change.new["id"], 1])
 
 
-api = FastAPI(lifespan=app.lifespan)
-
-
-@api.post("/orders/{number}")
-async def order(number: int, org: UUID) -> int:
+async def order(request: Request) -> Response:
+    values = [request.path_params["number"], UUID(request.query_params["org"])]
     async with db.connection() as conn:
-        await conn.execute("insert into orders values (%s, %s)", [number, org])
-    return number
+        await conn.execute("insert into orders values (%s, %s)", values)
+    return Response()
 
 
-api.mount("/", app.asgi)
+routes = [Route("/orders/{number:int}", order, methods=["POST"]), Mount("/", app.asgi)]
+api = Starlette(routes=routes, lifespan=app.lifespan)

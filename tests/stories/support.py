@@ -174,7 +174,7 @@ async def attached(url: str, *whose: str) -> AsyncIterator[list[Browser]]:
         running = [tasks.create_task(browser.run()) for browser in browsers]
         for each in browsers:
             await until(lambda: bool(each.connects or each.refused), "an answer")  # noqa: B023
-            assert not each.refused
+            assert not each.refused, each
             await asyncio.wait_for(each.attached.wait(), LIMIT)
         yield browsers
         for task in running:
@@ -188,7 +188,7 @@ _numbers = itertools.count(1)
 class Callers:
     """Callers who order, each one request after the other, until the block ends."""
 
-    def __init__(self, url: str, whose: list[str], number: int = 2, pause: float = 0.02) -> None:
+    def __init__(self, url: str, whose: list[str], number: int = 2, pause: float = 0.04) -> None:
         self.answers = Counter[int | str]()
         self.slowest, self.first = 0.0, next(_numbers)
         self._url, self._whose, self._number, self._pause = url, whose, number, pause
