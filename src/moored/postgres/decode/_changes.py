@@ -13,7 +13,7 @@ from typing import ClassVar
 from .._errors import DecodeError
 from ._rows import UNCHANGED, Relation, Row
 
-__all__ = ["Change", "Delete", "Emitted", "Insert", "Truncate", "Update", "read_change"]
+__all__ = ["KINDS", "Change", "Delete", "Emitted", "Insert", "Truncate", "Update", "read_change"]
 
 _oid = struct.Struct("!I").unpack_from
 _NEW, _KEY, _OLD = b"NKO"
@@ -102,32 +102,40 @@ class Change(_OfTable):
         return self.relation.qualified, self.old, self.new
 
 
-class Insert(Change):
+class _Written(Change):
+    """A change after which there is a row."""
+
+    __slots__ = ()
+
+    @property
+    def new(self) -> Row | None:
+        """The new row."""
+        # The fast path for the most common change: without an old row.
+        at, data = self._rows, self._data
+        if not isinstance(at, int):
+            return at[1]
+        if len(data) <= at or data[at] != _NEW:
+            return self._read(at)[1]
+        try:
+            new = self.relation.whole(data, at)
+        except (struct.error, IndexError):
+            raise DecodeError(f"a message of {self.relation.qualified} is truncated") from None
+        self._rows = None, new
+        return new
+
+
+class Insert(_Written):
     """A row was inserted."""
 
     __slots__ = ()
     __match_args__ = ("table", "new")
     kind = "insert"
 
-    @property
-    def new(self) -> Row | None:
-        """The new row."""
-        # The fast path for the most common call.
-        at = self._rows
-        if not isinstance(at, int):
-            return at[1]
-        try:
-            new = self.relation.whole(self._data, at)
-        except (struct.error, IndexError):
-            raise DecodeError(f"a message of {self.relation.qualified} is truncated") from None
-        self._rows = None, new
-        return new
-
     def _parse(self, data: bytes, at: int) -> tuple[None, Row]:
         return None, self.relation.whole(data, at)
 
 
-class Update(Change):
+class Update(_Written):
     """A row was updated.
 
     The server does not send a large value that the update did not change: it is `UNCHANGED` in
@@ -201,13 +209,13 @@ class Emitted:
         return f"<Emitted {self.prefix!r}, {len(self.content)} bytes>"
 
 
-_KINDS: dict[int, type[Change]] = {ord("I"): Insert, ord("U"): Update, ord("D"): Delete}
+KINDS: dict[int, type[Change]] = {ord("I"): Insert, ord("U"): Update, ord("D"): Delete}
 
 
 def read_change(data: bytes, at: int, relations: Mapping[int, Relation]) -> Change:
     """Return the change whose message begins here."""
     try:
-        kind = _KINDS[data[at]]
+        kind = KINDS[data[at]]
         (oid,) = _oid(data, at + 1)
         relation = relations[oid]
     except (struct.error, IndexError):

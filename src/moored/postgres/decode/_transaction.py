@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .._errors import DecodeError
 from ._body import HEADER, TRUNCATE, Body
-from ._changes import Change, Emitted, Insert, Truncate, read_change
+from ._changes import KINDS, Change, Emitted, Truncate, read_change
 from ._pgoutput import ROWS, LogicalMessage, TruncateMessage, parse, time_of
 from ._rows import Relation
 
@@ -18,7 +18,6 @@ __all__ = ["HEADER", "Committed"]
 
 #: Where the table's oid and the row are in the message of a row.
 _OID, _ROW = slice(HEADER + 1, HEADER + 5), HEADER + 5
-_INSERT = ord("I")
 
 
 class _Counts(NamedTuple):
@@ -117,18 +116,17 @@ class Committed:
                 oid = b""
                 continue
             assert type(entry) is bytes
-            if entry[HEADER] == _INSERT:
-                if entry[_OID] != oid:
-                    oid = entry[_OID]
-                    relation = relations.get(int.from_bytes(oid))
-                if relation is not None and len(oid) == 4:
-                    yield Insert(relation, entry, _ROW)
-                else:
-                    yield read_change(entry, HEADER, relations)
-            elif entry[HEADER] in ROWS:
-                yield read_change(entry, HEADER, relations)
-            else:
+            kind = KINDS.get(entry[HEADER])
+            if kind is None:
                 yield from self._others(entry, relations)
+                continue
+            if entry[_OID] != oid:
+                oid = entry[_OID]
+                relation = relations.get(int.from_bytes(oid))
+            if relation is not None and len(oid) == 4:
+                yield kind(relation, entry, _ROW)
+            else:
+                yield read_change(entry, HEADER, relations)
 
     def _others(
         self, entry: bytes, relations: Mapping[int, Relation]

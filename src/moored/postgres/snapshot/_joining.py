@@ -37,8 +37,8 @@ __all__ = ["Delivered", "JoinedChanges", "check_columns", "joined"]
 Delivered = Change | Truncate | Emitted
 C = TypeVar("C", bound=Change)
 
-#: So many changes, or bytes of them, are joined at once.
-PIECE, PIECE_BYTES = 500, 2**20
+#: So many changes, or bytes of them, are joined at once; more if a transaction is opened for each.
+PIECE, READ_PIECE, PIECE_BYTES = 500, 1000, 2**20
 
 #: What a message is preceded by, as long as the header of the stream: how it is read, its place
 #: among `_others`; then its kind, and the number of its table.
@@ -127,7 +127,8 @@ async def joined(
     body = txn._committed.body
     made, limit = JoinedChanges(body.shelf), None
     only = reader.table.columns if columns else None
-    for number, piece in enumerate(_pieces(_by_key(reader, txn))):
+    most = READ_PIECE if where else PIECE
+    for number, piece in enumerate(_pieces(_by_key(reader, txn), most)):
         if number:
             await asyncio.sleep(0)
         kept, begin_again = await _kept(reader, state, txn, piece)
@@ -147,13 +148,13 @@ def _by_key(reader: TableReader, txn: Transaction) -> Iterator[Delivered]:
     return txn._chosen(txn._committed.only(reader.table.oid, names))
 
 
-def _pieces(changes: Iterable[Delivered]) -> Iterator[list[Delivered]]:
+def _pieces(changes: Iterable[Delivered], most: int) -> Iterator[list[Delivered]]:
     piece: list[Delivered] = []
     size = 0
     for change in changes:
         piece.append(change)
         size += len(change._data) if isinstance(change, Change) else 0
-        if len(piece) >= PIECE or size >= PIECE_BYTES:
+        if len(piece) >= most or size >= PIECE_BYTES:
             yield piece
             piece, size = [], 0
     if piece:
