@@ -37,7 +37,7 @@ class Found:
 
     published: set[str] = field(default_factory=set)
     consumers: dict[str, Counter[str]] = field(default_factory=dict)
-    orders: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    orders: dict[str, list[int]] = field(default_factory=dict)
     bare: set[str] = field(default_factory=set)
     by_id: set[str] = field(default_factory=set)
     #: How often the connection of the listener was killed.
@@ -130,7 +130,7 @@ async def _consume(outbox: Outbox, name: str, found: Found) -> None:
         async for event in consumer:
             assert not isinstance(event, Reset), event
             counter[event.payload] += 1
-            order.append((event.xid, event.id))
+            order.append(event.id)
             await event.ack()
 
 

@@ -12,7 +12,7 @@ import psycopg
 from moored.postgres import Reset
 from moored.postgres.outbox import OutboxConsumer, OutboxEvent
 
-__all__ = ["LIMIT", "next_event", "next_reset", "payloads", "transaction"]
+__all__ = ["LIMIT", "next_event", "next_reset", "payloads", "publishing", "transaction"]
 
 #: How long anything may take that takes a moment on an idle machine, in seconds.
 LIMIT = 30.0
@@ -47,4 +47,12 @@ async def transaction(url: str) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
     """A connection whose transaction has begun, and has a transaction ID."""
     async with await psycopg.AsyncConnection.connect(url) as conn:
         await conn.execute("select pg_current_xact_id()")
+        yield conn
+
+
+@asynccontextmanager
+async def publishing(url: str) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
+    """A connection whose transaction has published an event, and is open."""
+    async with transaction(url) as conn:
+        await conn.execute("select moored.outbox_publish('orders', 'open')")
         yield conn

@@ -14,7 +14,7 @@ from moored.broker.postgres import OutboxEvents
 from moored.postgres import ConfigurationError, PostgresError
 
 from .conftest import Sql
-from .reading import LIMIT, next_event, payloads, transaction
+from .reading import LIMIT, next_event, payloads, publishing
 
 __all__ = ["make", "sql", "stream_id", "streamed_url"]
 
@@ -36,12 +36,13 @@ async def test_the_first_consumer_starts_the_outbox(
             assert pg.listener is not None
             assert pg.listener.up
             assert "outbox" in str(pg.tree())
-            async with transaction(streamed_url) as culprit:
+            async with publishing(streamed_url) as culprit:
                 await pg.outbox.publish(sql, "orders", "2")
                 await pg.outbox.status()
                 assert f"transaction of backend {culprit.info.backend_pid}" in pg.explain()
                 held = pg.statistics()["outbox"]["status"]["held_back"]
                 assert held["pid"] == culprit.info.backend_pid
+                await culprit.rollback()
             last = await next_event(events)
             await last.ack()
             leaving = events

@@ -21,9 +21,6 @@ async def db() -> AsyncIterator[Cluster]:
         yield db
 
 
-FLOOR = "select floor_xid::text::int8 from moored.outbox_state"
-
-
 async def publish(db: Cluster, *texts: str) -> None:
     await db.sql(*(f"select moored.outbox_publish('orders', '{text}')" for text in texts))
 
@@ -60,7 +57,7 @@ async def test_a_restored_copy_of_the_disk_is_a_reset(db: Cluster) -> None:
         db.replace_data(copy)
         await db.server.start()
         assert "a copy of the database's disk was restored" in await waiting
-        # Its transaction IDs pass those of the lost events: only the events themselves differ.
+        # Its ids pass those of the lost events: only the events themselves differ.
         await publish(db, *"abcdefghij")
         for lost in events[1:]:
             batch = await outbox.read(lost.cursor)
@@ -94,23 +91,3 @@ async def test_an_unhandled_reset_is_repeated(url: str, sql: Sql) -> None:
             await next_event(events)
         async with outbox.consume("mine") as events:
             assert (await next_event(events)).payload == "1"
-
-
-async def test_events_of_a_dump_with_later_transaction_ids_are_delivered(
-    url: str, sql: Sql
-) -> None:
-    """After pg_restore into a new server, whose transaction IDs begin at a lower number."""
-    async with Outbox(url, retain=None) as outbox:
-        await outbox.publish(sql, "orders", "1")
-        await outbox.publish(sql, "orders", "2")
-    await sql.execute(
-        "update moored.outbox set xid = (xid::text::int8 + 1000000)::text::xid8;"
-        "update moored.outbox_state set floor_xid = '900000'"
-    )
-    async with Outbox(url) as outbox:
-        # It does nothing while the upkeep in the background has the lock.
-        while (await (await sql.execute(FLOOR)).fetchone()) != (0,):
-            await outbox.upkeep()
-        await outbox.publish(sql, "orders", "3")
-        async with outbox.consume("mine") as events:
-            assert await payloads(events, 3) == ["1", "2", "3"]

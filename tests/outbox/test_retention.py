@@ -132,7 +132,7 @@ async def test_an_insert_without_a_partition_goes_to_the_default_partition(
     await sql.execute("update moored.outbox_default set at = at - interval '8 days'")
     await outbox.upkeep()
     assert await value(sql, "select count(*) from moored.outbox_default") == 0
-    assert await value(sql, "select floor_id from moored.outbox_state") == 2
+    assert await value(sql, "select floor from moored.outbox_state") == 2
 
 
 async def test_an_open_transaction_postpones_the_drop_and_not_the_publishers(

@@ -14,12 +14,12 @@ from moored.postgres.outbox import Outbox, _outbox, ddl, grants
 from moored.postgres.outbox.prometheus import OutboxCollector
 
 from .conftest import Sql
-from .reading import payloads, transaction
+from .reading import payloads, publishing
 
 
 async def test_the_culprit_of_held_back_events_is_reported(url: str, sql: Sql) -> None:
     outbox = Outbox(url, show_queries=True)
-    async with outbox, transaction(url) as culprit:
+    async with outbox, publishing(url) as culprit:
         assert (await outbox.status()).held_back is None, "it holds nothing back yet"
         await culprit.execute("set application_name = 'importer'")
         await culprit.execute("select 'secret', 42")
@@ -31,7 +31,9 @@ async def test_the_culprit_of_held_back_events_is_reported(url: str, sql: Sql) -
         assert held.query == "select …, …"
         assert held.age is not None
         assert held.age >= held.waiting >= 0.0
-        assert f'of backend {held.pid} (application "importer"), open for' in str(held)
+        assert held.database == sql.info.dbname
+        database = f"in database {held.database!r}"
+        assert f'of backend {held.pid} {database} (application "importer"), open for' in str(held)
         await culprit.rollback()
         assert (await outbox.status()).held_back is None
 
@@ -39,21 +41,11 @@ async def test_the_culprit_of_held_back_events_is_reported(url: str, sql: Sql) -
 async def test_a_statement_is_hidden_unless_it_is_asked_for(
     url: str, sql: Sql, outbox: Outbox
 ) -> None:
-    async with transaction(url):
+    async with publishing(url):
         await outbox.publish(sql, "orders", "1")
         held = (await outbox.status()).held_back
         assert held is not None
         assert held.query == ""
-
-
-async def test_a_transaction_of_another_database_is_found_too(
-    url: str, sql: Sql, outbox: Outbox, postgres_url: str
-) -> None:
-    async with transaction(postgres_url) as culprit:
-        await outbox.publish(sql, "orders", "1")
-        held = (await outbox.status()).held_back
-        assert held is not None
-        assert held.pid == culprit.info.backend_pid
 
 
 async def test_a_long_hold_is_logged_once(
@@ -66,7 +58,7 @@ async def test_a_long_hold_is_logged_once(
         return "delivery is held back" in caplog.text
 
     with caplog.at_level(logging.WARNING, "moored.postgres"):
-        async with Outbox(url) as outbox, transaction(url) as culprit:
+        async with Outbox(url) as outbox, publishing(url) as culprit:
             await outbox.publish(sql, "orders", "1")
             await until(logged)
             seen = outbox.last_status
@@ -99,7 +91,7 @@ async def test_lags_and_sizes(sql: Sql, outbox: Outbox) -> None:
 async def test_metrics(url: str, sql: Sql, outbox: Outbox) -> None:
     registry = CollectorRegistry()
     registry.register(OutboxCollector(outbox))
-    async with transaction(url) as culprit, outbox.consume("search"):
+    async with publishing(url) as culprit, outbox.consume("search"):
         await outbox.publish(sql, "orders", "1")
         await outbox.status()
         text = generate_latest(registry).decode()
@@ -124,7 +116,7 @@ async def test_grants_suffice_for_a_role_that_publishes_and_consumes(url: str, s
         async with outbox.consume("search") as events:
             assert await payloads(events, 1) == ["1"]
         assert await outbox.upkeep() == (0, 0)
-        async with transaction(url) as culprit:
+        async with publishing(url) as culprit:
             await outbox.publish(conn, "orders", "2")
             await conn.commit()
             held = (await outbox.status()).held_back

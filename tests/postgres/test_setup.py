@@ -262,7 +262,9 @@ def check_combination(
         )
     else:
         assert sent["create_slot"] == f"{begin} LOGICAL pgoutput NOEXPORT_SNAPSHOT"
-    extras = (", binary 'true'" if options.binary else "") + ", messages 'true'"
+    extras = (", binary 'true'" if options.binary else "") + (
+        ", messages 'true'" if options.messages else ""
+    )
     assert start == (
         "START_REPLICATION SLOT \"moored_slot_default\" LOGICAL 0/0 (proto_version '1', "
         f"publication_names '\"moored_publication_default\"'{extras})"

@@ -24,13 +24,13 @@ from ._events import HistoryLost, SourceEvent, SourceGap
 __all__ = ["ChangeEvents", "ListenerEvents", "OutboxEvents"]
 
 #: The order of an event, and its cursor.
-Position = tuple[tuple[int, int], str]
+Position = tuple[int, str]
 
 
 class OutboxLike(Protocol):
     """What is used of a `moored.postgres.Outbox`."""
 
-    def place(self, cursor: str) -> tuple[int, int]: ...
+    def place(self, cursor: str) -> int: ...
 
     def tail(self, after: str | None = None) -> AsyncIterator[Any]: ...
 
@@ -84,10 +84,7 @@ class OutboxEvents:
 
     def position(self, id: str) -> Position:
         """Return the position of a cursor."""
-        place = self._outbox.place(id)
-        if not all(0 <= each < 2**63 for each in place):
-            raise HistoryLost("the event id is not one of an outbox")
-        return place, id
+        return self._outbox.place(id), id
 
     async def read(
         self, after: Position, tenant: str, channels: frozenset[str] | None, limit: int

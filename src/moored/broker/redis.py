@@ -81,7 +81,7 @@ class RedisEvents:
                 fields = {"channel": event.channel, "payload": event.payload}
                 if event.tenant is not None:
                     fields["tenant"] = event.tenant
-                await self._copy(_text(outbox.place(event.cursor)), fields)
+                await self._copy(_text(divmod(outbox.place(event.cursor), LARGEST + 1)), fields)
             await self._run(self._client.set(cursor, batch.cursor))
 
     async def _copy(self, id: str, fields: dict[str, str]) -> None:

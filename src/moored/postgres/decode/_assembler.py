@@ -29,19 +29,11 @@ class Assembler:
 
     :param new_body: creates the store for the messages of a transaction.
     :param types: the types of the database; the `unknown_types` must be added before a row is read.
-    :param messages: keep the messages of pg_logical_emit_message(), not only what they wake.
     """
 
-    def __init__(
-        self,
-        new_body: Callable[[], Body] = Body,
-        types: Types = BUILT_IN,
-        *,
-        messages: bool = True,
-    ) -> None:
+    def __init__(self, new_body: Callable[[], Body] = Body, types: Types = BUILT_IN) -> None:
         self._new_body = new_body
         self._types = types
-        self._messages = messages
         #: The types of tables that `types` did not know when the tables were described.
         self.unknown_types: set[int] = set()
         # Replaced, never changed in place: transactions refer to it.
@@ -137,8 +129,10 @@ class Assembler:
             self._relations = {**self._relations, message.oid: message}
             if self._now is not None:
                 self._now.body.describe(message)
-        elif isinstance(message, LogicalMessage):
-            return self._feed_message(message, data)
+        elif isinstance(message, LogicalMessage) and (
+            self._now is None or not message.transactional
+        ):
+            return self._alone(message, data)
         elif isinstance(message, Origin):
             self._current("an origin").origin = message.name
         elif message is not None:
@@ -146,19 +140,6 @@ class Assembler:
             body.append(data)
             if isinstance(message, TruncateMessage):  # one change for each table
                 body.count += len(message.oids) - 1
-        return None
-
-    def _feed_message(self, message: LogicalMessage, data: bytes) -> Committed | None:
-        now = self._now
-        if now is not None and message.wakes:
-            now.wakes |= {message.prefix}
-        if not self._messages:
-            if now is not None:
-                now.left_out = True
-            return None
-        if now is None or not message.transactional:
-            return self._alone(message, data)
-        now.body.append(data)
         return None
 
     def _current(self, what: str) -> Committed:

@@ -172,10 +172,8 @@ class OutboxConsumer:
         if page.events:
             self._held.succeed()
         self._queue.extend(page.events)
-        if page.complete:
-            self._read = max(self._read or page.server.now(), page.server.now())
-        else:
-            self._read = page.events[-1]._cursor
+        assert self._read is not None
+        self._read = page.server.after(self._read) if page.complete else page.events[-1]._cursor
         return page.events
 
     def _reset(self, reason: str, server: OutboxState) -> None:

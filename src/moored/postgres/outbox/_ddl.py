@@ -1,7 +1,8 @@
 """The tables and functions of an outbox, as SQL: for `install()` and for migration tools.
 
 - `outbox`: the events, in partitions by the time of insertion, so that retention drops whole
-  partitions. Everything up to (`floor_xid`, `floor_id`) of `outbox_state` counts as dropped.
+  partitions.
+- `outbox_state`: everything up to `floor` counts as dropped; no event up to `final` is to come.
 - `outbox_cursors`: the position of each consumer.
 - `outbox_publish(channel, payload, tenant)`: publish from any language. A plain INSERT does the
   same: a trigger wakes the consumers.
@@ -20,23 +21,23 @@ from ._publish import check_schema
 #: How publishers wake consumers: by NOTIFY, by a message in the WAL, or not at all.
 Wake = Literal["notify", "stream", "poll"]
 #: The version of the tables and functions; install() replaces older functions.
-VERSION = 2
+VERSION = 3
 
 # Several processes may install at the same time.
 _BEGIN = """
 select pg_advisory_xact_lock(hashtextextended({lock}, 0));
 create schema if not exists {schema};
 """
+# The index of the order, and the one that makes a page of a tenant cost what the tenant has, are
+# created by `moored outbox upgrade` before this, in an older outbox.
 _TABLES = """
 create table if not exists {schema}.outbox (
     id bigint generated always as identity,
-    xid xid8 not null default pg_current_xact_id(),
     tenant text,
     channel text not null,
     payload text not null,
     at timestamptz not null default clock_timestamp()
 ) partition by range (at);
-create index if not exists outbox_order on {schema}.outbox (xid, id);
 -- Only used if the upkeep has not run for days: an INSERT never fails for want of a partition.
 create table if not exists {schema}.outbox_default partition of {schema}.outbox default;
 create table if not exists {schema}.outbox_cursors (
@@ -46,10 +47,80 @@ create table if not exists {schema}.outbox_cursors (
 );
 create table if not exists {schema}.outbox_state (
     version int not null,
-    floor_xid xid8 not null default '0',
-    floor_id bigint not null default 0,
+    floor bigint not null default 0,
+    final bigint not null default 0,
     single bool primary key default true check (single)
 );
+"""
+# Before version 3 the order was that of (xid, id). No publisher is running under this lock, so that
+# all events that are visible are final. A cursor goes back to before the first event that its
+# consumer has not read; one whose events were dropped stays as it is, and is refused.
+_CONVERT = """
+do $$
+declare
+    top bigint;
+    bottom bigint;
+    grantee text;
+begin
+    if not exists (select from pg_attribute where attrelid = {outbox}::regclass
+            and attname = 'xid' and not attisdropped) then
+        return;
+    end if;
+    if current_setting('transaction_isolation') <> 'read committed' then
+        raise 'an older outbox is converted only with the isolation level "read committed"';
+    end if;
+    if current_setting('lock_timeout') = '0' then
+        set local lock_timeout = '2s';
+    end if;
+    lock table {schema}.outbox in share mode;
+    select coalesce(min(id) - 1, 0), coalesce(max(id), 0) into bottom, top from {schema}.outbox;
+    if top = 0 then
+        execute 'select case when is_called then last_value else 0 end from '
+            || pg_get_serial_sequence({outbox}, 'id') into top;
+        bottom := top;
+    end if;
+    update {schema}.outbox_cursors c set cursor = (
+        select concat_ws('-', system, timeline, read, coalesce((
+            select (extract(epoch from o.at) * 1000000)::bigint
+            from {schema}.outbox o where o.id = read limit 1), 0))
+        from split_part(c.cursor, '-', 1) as system, split_part(c.cursor, '-', 2) as timeline,
+            coalesce((select min(o.id) - 1 from {schema}.outbox o where (o.xid, o.id)
+                > (split_part(c.cursor, '-', 3)::xid8, split_part(c.cursor, '-', 4)::bigint)
+            ), top) as read
+    )
+    from {schema}.outbox_state s
+    where c.cursor ~ '^[0-9]+(-[0-9]+){{4}}$' and (s.floor_xid, s.floor_id)
+        <= (split_part(c.cursor, '-', 3)::xid8, split_part(c.cursor, '-', 4)::bigint);
+    alter table {schema}.outbox_state add floor bigint not null default 0,
+        add final bigint not null default 0;
+    update {schema}.outbox_state set final = top,
+        floor = case when floor_xid = '0' and floor_id = 0 then 0 else bottom end;
+    alter table {schema}.outbox_state drop floor_xid, drop floor_id;
+    alter table {schema}.outbox drop xid;
+    -- An id that a publisher has chosen itself may be missed.
+    for grantee in
+        select case a.grantee when 0 then 'public' else quote_ident(pg_get_userbyid(a.grantee)) end
+        from pg_class c, aclexplode(c.relacl) a
+        where c.oid = {outbox}::regclass and a.privilege_type = 'INSERT'
+            and a.grantee <> c.relowner
+    loop
+        execute 'revoke insert on {schema}.outbox from ' || grantee;
+        execute 'grant insert (channel, payload, tenant) on {schema}.outbox to ' || grantee;
+        execute 'grant update (final) on {schema}.outbox_state to ' || grantee;
+    end loop;
+end $$;
+"""
+_INDEXES = """
+do $$
+begin
+    -- Even if the index exists, CREATE INDEX would wait for the publishers.
+    if to_regclass({by_id}) is null then
+        create index outbox_by_id on {schema}.outbox (id);
+    end if;
+    if to_regclass({by_tenant}) is null then
+        create index outbox_by_tenant on {schema}.outbox (tenant, id) where tenant is not null;
+    end if;
+end $$;
 insert into {schema}.outbox_state (version) values ({version})
     on conflict (single) do update set version = excluded.version;
 """
@@ -114,10 +185,6 @@ begin
     if not pg_try_advisory_xact_lock(hashtextextended({lock}, 0)) then
         return 0;
     end if;
-    -- After a dump was loaded into another server, rows may have xids that are still to come here.
-    update {schema}.outbox set xid = pg_current_xact_id() where xid > pg_current_xact_id();
-    update {schema}.outbox_state set floor_xid = '0', floor_id = 0
-    where floor_xid > pg_current_xact_id();
     select greatest(date_bin(every, now(), origin), max(ends),
         (select date_bin(every, max(at), origin) + every from {schema}.outbox_default))
     into starts from {schema}.outbox_parts;
@@ -145,7 +212,7 @@ declare
     oldest constant timestamptz := now() - retain;
     part text;
     parts text[];
-    last record;
+    last bigint;
 begin
     if not pg_try_advisory_xact_lock(hashtextextended({lock}, 0)) then
         return 0;
@@ -166,10 +233,8 @@ begin
         -- The parent first, as every reader and publisher does, so that no deadlock is possible.
         lock table only {schema}.outbox in access exclusive mode;
         execute format('lock table %s in access exclusive mode', part);
-        execute format('select xid, id from %s order by xid desc, id desc limit 1', part)
-            into last;
-        update {schema}.outbox_state set floor_xid = last.xid, floor_id = last.id
-        where (floor_xid, floor_id) < (last.xid, last.id);
+        execute format('select max(id) from %s', part) into last;
+        update {schema}.outbox_state set floor = greatest(floor, last);
         execute format(case part when {default} then 'truncate %s' else 'drop table %s' end, part);
     end loop;
     return cardinality(parts);
@@ -214,9 +279,12 @@ select {schema}.outbox_partitions();
 
 _GRANTS = """
 grant usage on schema {schema} to {role};
-grant select, insert on {schema}.outbox to {role};
+grant select on {schema}.outbox to {role};
+-- An id that a publisher has chosen itself may be missed.
+grant insert (channel, payload, tenant) on {schema}.outbox to {role};
 grant select, insert, update, delete on {schema}.outbox_cursors to {role};
 grant select on {schema}.outbox_state, {schema}.outbox_parts to {role};
+grant update (final) on {schema}.outbox_state to {role};
 grant execute on function {schema}.outbox_partitions, {schema}.outbox_prune to {role};
 """
 
@@ -239,7 +307,8 @@ def ddl(schema: str = "moored", *, wake: Wake = "notify") -> str:
     """
     by = _WAKE_BY.get(wake)
     trigger: LiteralString = _NO_WAKE if by is None else by.join(_WAKE)
-    return _filled(_BEGIN + _TABLES + _PARTS + _FUNCTIONS + trigger + _FIRST, schema)
+    text = _BEGIN + _TABLES + _CONVERT + _INDEXES + _PARTS + _FUNCTIONS + trigger + _FIRST
+    return _filled(text, schema)
 
 
 def grants(role: str, schema: str = "moored") -> str:
@@ -268,20 +337,23 @@ def _table(name: str) -> sql.Identifier:
     return sql.Identifier(*name.split("."))
 
 
-def _filled(text: LiteralString, schema: str = "moored", **parts: sql.Composable) -> str:
-    check_schema(schema)
-    return (
-        sql.SQL(text)
-        .format(
-            schema=sql.Identifier(schema),
-            outbox=sql.Literal(sql.Identifier(schema, "outbox").as_string(None)),
-            default=sql.Literal(sql.Identifier(schema, "outbox_default").as_string(None)),
-            channel=sql.Literal(wake_channel(schema)),
-            lock=sql.Literal(f"moored.outbox/{schema}"),
-            version=sql.Literal(VERSION),
-            **parts,
-        )
-        .as_string(None)
-        .strip()
-        + "\n"
-    )
+def parts(schema: str) -> dict[str, sql.Composable]:
+    """Return what the statements of an outbox are filled with."""
+
+    def name(table: str) -> sql.Literal:
+        return sql.Literal(sql.Identifier(schema, table).as_string(None))
+
+    return {
+        "schema": sql.Identifier(check_schema(schema)),
+        "outbox": name("outbox"),
+        "default": name("outbox_default"),
+        "by_id": name("outbox_by_id"),
+        "by_tenant": name("outbox_by_tenant"),
+        "channel": sql.Literal(wake_channel(schema)),
+        "lock": sql.Literal(f"moored.outbox/{schema}"),
+        "version": sql.Literal(VERSION),
+    }
+
+
+def _filled(text: LiteralString, schema: str = "moored", **more: sql.Composable) -> str:
+    return sql.SQL(text).format(**parts(schema), **more).as_string(None).strip() + "\n"

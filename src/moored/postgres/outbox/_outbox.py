@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, NamedTuple, Self, TypeVar, cast, get_args
 from weakref import WeakSet
 
@@ -29,14 +29,15 @@ from ..consume import Reset
 from ..report import explained
 from ..server import pool_by
 from . import _ddl
-from ._consumer import HELD, PAGE, TEMPORARY, OutboxConsumer
+from ._consumer import CLOSE, HELD, PAGE, TEMPORARY, OutboxConsumer
 from ._cursor import Cursor
 from ._ddl import Wake
 from ._publish import check_schema, message_prefix, publish
 from ._reader import OutboxEvent, PsycopgPool, Reader
 from ._ring import StreamRing
-from ._status import OutboxStatus, installed_wake, read_status
+from ._status import OutboxStatus, read_status
 from ._stream_wakes import StreamWakes
+from ._upgrade import build_indexes, installed_wake
 from ._wakes import Wakes, WakeSource
 
 log = logging.getLogger("moored.postgres")
@@ -80,18 +81,16 @@ class Outbox:
     :param source: a pool of psycopg connections (of `moored.reservoir` or psycopg_pool), a
         `Postgres`, whose outboxes have a small pool of their own, or a URL; it may lead to a pooler
         in transaction mode.
-    :param listener: a `Listener`, whose notifications wake the consumers; by default that of the
-        `Postgres`. Whatever wakes them, consumers read every second as well; every 30 s while a
-        listener is up and publishers wake by NOTIFY.
-    :param wake: how publishers wake consumers in an outbox that is installed by this object.
-        "stream", the default for a `Postgres`: by messages in its change stream; the process that
-        has the stream notifies the others. "notify", the default otherwise: by NOTIFY, which takes
-        a lock of the whole server at each commit. "poll": not at all. Consumers hear what there is
-        to hear, however the outbox was installed.
-    :param table: False for an outbox without a table, of a `Postgres(…, messages=True)`: events are
-        messages in the WAL, need no installation, and the last ones are kept in the memory of each
-        process, so that `read()` and `tail()` give a `reset` for an older cursor. There is no
-        `consume()`: use `Postgres.changes()`. Each process needs a stream of its own (`stream_id`).
+    :param listener: a `Listener`, whose notifications wake the consumers. Without one, and while
+        it is down, consumers read every second, otherwise every 30 s as well.
+    :param wake: how consumers learn of new events. "notify": by NOTIFY, if there is a `listener`;
+        it takes a lock of the whole server at each commit. "stream": by messages in the change
+        stream of the `source`, a `Postgres(…, messages=True)`, for thousands of commits a second.
+        "poll": they read every second. It must be the `wake` with which the outbox was installed.
+    :param table: False for an outbox without a table, with `wake="stream"`: events are messages in
+        the WAL, need no installation, and the last ones are kept in the memory of each process, so
+        that `read()` and `tail()` give a `reset` for an older cursor. There is no `consume()`: use
+        `Postgres.changes()`. Each process needs a stream of its own (`stream_id`).
     :param ring: the number of events that an outbox without a table keeps, of 64 MB at most.
     :param schema: where the tables are.
     :param install: run `install()` at the start; otherwise `moored outbox install` has run before.
@@ -108,7 +107,7 @@ class Outbox:
         source: str | PsycopgPool,
         *,
         listener: WakeSource | None = None,
-        wake: Wake | None = None,
+        wake: Wake = "notify",
         table: bool = True,
         ring: int = 10_000,
         schema: str = "moored",
@@ -121,7 +120,6 @@ class Outbox:
         recorder: Recorder | None = None,
     ) -> None:
         streams = hasattr(source, "changes")
-        wake = wake or ("stream" if streams else "notify")
         refuse(
             "Outbox",
             unmet(
@@ -153,15 +151,11 @@ class Outbox:
         self.wake = wake
         self.table = table
         channel = _ddl.wake_channel(self.schema) if table else message_prefix(self.schema)
-        self._ring = None if table else StreamRing(cast(Any, source), channel, ring)
-        self._listener = listener or getattr(source, "listener", None)
-        sources: dict[str, WakeSource] = {}
-        if streams:
-            sources["stream"] = self._ring or StreamWakes(cast(Any, source))
-        if table and self._listener is not None:
-            sources["listener"] = self._listener
-        self.wakes = Wakes(sources, channel)
-        self.wakes.certain = self._ring
+        if wake == "stream":
+            pg = cast(Any, source)
+            listener = StreamWakes(pg) if table else StreamRing(pg, channel, ring)
+        self._listener = listener
+        self.wakes = Wakes(listener, channel)
         self._clock = clock
         self._recorder = recorder
         self._own = None
@@ -170,7 +164,7 @@ class Outbox:
         elif streams:
             source = cast(PsycopgPool, cast(Any, source).outbox_pool)
         self._reader = Reader(source, self.schema)
-        self._pages = self._ring or self._reader
+        self._pages = listener if isinstance(listener, StreamRing) else self._reader
         self._consumers: WeakSet[OutboxConsumer] = WeakSet()
         self._supervisor: Supervisor | None = None
         self._stack = AsyncExitStack()
@@ -205,7 +199,9 @@ class Outbox:
         return Supervisor.child("outbox", children=self._children())
 
     def _children(self) -> list[Child]:
-        children = self.wakes.children()
+        children = [Child("poll", self.wakes.poll)]
+        if self._listener is not None:
+            children.append(Child("listen", self.wakes.listen))
         if self.table:
             children.append(Child("watch", self._watch))
         if self.table and self.retain is not None:
@@ -217,6 +213,9 @@ class Outbox:
         self._state = "closed"
         self.wakes.wake()
         await asyncio.gather(*(consumer.aclose() for consumer in self._consumers))
+        with suppress(*TEMPORARY):
+            async with asyncio.timeout(CLOSE):
+                await self._reader.keep_final()
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
@@ -249,8 +248,8 @@ class Outbox:
     ) -> OutboxConsumer:
         """Return the events of a named consumer, at least once: `async for event in …`.
 
-        The order is the same for all consumers: a transaction whose first write follows the commit
-        of another one never comes before it; concurrent ones come in either order.
+        The order is the same for all consumers, and an event that is published after the commit of
+        another one comes after it. Those of concurrent transactions may be interleaved.
 
         :param consumer: the name under which its cursor is stored, in the database.
         :param channels: the channels to read; without any, all.
@@ -326,16 +325,16 @@ class Outbox:
                 cursor = page.server.now()
                 yield OutboxBatch([], str(cursor), Reset(reason))
                 continue
-            cursor = max(cursor, page.server.now()) if page.complete else page.events[-1]._cursor
+            cursor = page.server.after(cursor) if page.complete else page.events[-1]._cursor
             if page.events:
                 held.succeed()
                 yield OutboxBatch(page.events, str(cursor), None)
             else:
                 await self.wakes.more(woken, held, page.server)
 
-    def place(self, cursor: str) -> tuple[int, int]:
+    def place(self, cursor: str) -> int:
         """Return the sort key of a cursor; raise `ValueError` for an invalid cursor."""
-        return Cursor.parse(cursor).place
+        return Cursor.parse(cursor).id
 
     async def drop_consumer(self, name: str) -> None:
         """Remove the stored cursor of a consumer."""
@@ -348,17 +347,16 @@ class Outbox:
     async def install(self, *, wake: Wake | None = None, roles: Sequence[str] = ()) -> None:
         """Create the tables and functions, or bring older ones up to date.
 
-        :param wake: how publishers wake consumers; by default as it is installed, or for a new
-            outbox as this object says.
+        It waits until no publisher is open, for half a second at a time, in which other publishers
+        wait behind it. In a large older outbox run `upgrade()` instead, which blocks none of them
+        while it builds the indexes.
+
+        :param wake: another way to wake consumers than that of this object.
         :param roles: roles that may publish, consume and run the upkeep.
         """
-        wake = wake or await self.installed_wake() or self.wake
         grants = [_ddl.grants(role, self.schema) for role in roles]
-        await self._run_ddl("".join([_ddl.ddl(self.schema, wake=wake), *grants]))
-
-    async def installed_wake(self) -> Wake | None:
-        """Query how publishers wake consumers; None if there is no outbox in the schema."""
-        return await installed_wake(self._reader)
+        ddl = _ddl.ddl(self.schema, wake=wake or self.wake)
+        await self._reader.change(sql.SQL("".join([ddl, *grants])))
 
     async def capture(
         self, table: str, *, channel: str | None = None, tenant_column: str | None = None
@@ -373,6 +371,19 @@ class Outbox:
     async def uncapture(self, table: str) -> None:
         """Remove the triggers of `capture()`."""
         await self._run_ddl(_ddl.uncapture(table))
+
+    async def upgrade(self, *, report: Callable[[str], object] = log.info) -> None:
+        """Bring an older outbox up to date while services publish.
+
+        Programs of older versions go on publishing, and their consumers end with an error: start
+        the new ones right after it.
+
+        :param report: is given a line of text at each step.
+        """
+        wake = await installed_wake(self._reader)
+        await build_indexes(self._reader, report)
+        report(f"converting the tables and functions in schema {self.schema}")
+        await self.install(wake=wake)
 
     async def _run_ddl(self, text: str) -> None:
         await self._reader.run(sql.SQL(text))
@@ -392,9 +403,8 @@ class Outbox:
 
     async def status(self) -> OutboxStatus:
         """Query the size, the age, what holds delivery back, and how far consumers are behind."""
-        self.last_status = found = await read_status(self._reader, show_queries=self._show_queries)
-        self.wakes.certain = self._listener if found.wake == "notify" else None
-        return found
+        self.last_status = await read_status(self._reader, show_queries=self._show_queries)
+        return self.last_status
 
     def statistics(self) -> dict[str, Any]:
         """Return the state as plain data, as of the last query of it."""
@@ -411,16 +421,12 @@ class Outbox:
         found = self.last_status
         unknown = "its state is not known" if self.table else "without a table"
         head = unknown if found is None else str(found)
-        installed = self.wake if found is None else found.wake
-        how = f"at each wake-up by {installed}" if self.wakes.up else "every second"
+        how = f"at each wake-up by {self.wake}" if self.wakes.up else "every second"
         because = [f"its consumers read {how}"]
         so = "there is nothing to do"
-        if installed == "notify" and self.wake == "stream":
-            because.append("each publishing commit takes a lock of the whole server, for NOTIFY")
-            so = "when every process runs this version, run `moored outbox install --wake stream`"
         if found is not None and found.held_back is not None:
             because.append(f"delivery is held back: {found.held_back}")
-            so = "end that transaction: commit it, or terminate its backend"
+            so = f"end that transaction: {found.held_back.remedy}"
         return explained(f"{self.schema}: {head}", because, so)
 
     @property
@@ -453,6 +459,8 @@ class Outbox:
         while True:
             found = await _attempt("the state of the outbox could not be queried", self.status)
             self.last_status = found
+            if found is not None:
+                await _attempt("what is final could not be stored", self._reader.keep_final)
             held = found and found.held_back
             if held is None or held.waiting < HELD_TOO_LONG:
                 self._reported = None

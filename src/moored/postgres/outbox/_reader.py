@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, LiteralString, NamedTuple, Protocol
@@ -17,50 +18,52 @@ from moored.kernel import raise_if_cancelled
 from .._errors import ConfigurationError, PostgresError
 from .._position import History
 from ._cursor import Cursor, OutboxState
-from ._ddl import VERSION
+from ._ddl import parts
+from ._looks import READ_COMMITTED, SERVER, Looks, Server
 
 if TYPE_CHECKING:
     from ._consumer import OutboxConsumer
 
+#: Statements of the outbox, to be filled with its names, or as they are.
+Statements = LiteralString | sql.SQL | sql.Composed
+
 #: The payloads of one page have about so many bytes at most; a larger one has a page of its own.
 PAGE_BYTES = 4 << 20
+#: The largest id of the server; one that a client has made up may be larger.
+_LARGEST = 2**63 - 1
 
-# One message, and so one round trip. Under "repeatable read" the snapshot would be older than the
-# locks of the SELECT, which could then miss both a dropped partition and the new floor.
-_READ = """
-set transaction isolation level read committed;
-with server as materialized (
-    select v.version, v.floor_xid::text, v.floor_id,
-        (select system_identifier::text from pg_control_system()) as system_id,
-        ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int as timeline,
-        pg_snapshot_xmin(pg_current_snapshot())::text as xmin,
-        pg_snapshot_xmax(pg_current_snapshot())::text as xmax,
+# With "repeatable read", the snapshot would be that of an earlier statement of the transaction.
+_READ = (
+    READ_COMMITTED
+    + "with server as materialized ("
+    + SERVER
+    + """,
+        v.floor,
         exists (
-            select from {schema}.outbox o
-            where o.xid = %(xid)s::xid8 and o.id = %(id)s
+            select from {schema}.outbox o where o.id = %(id)s
                 and (extract(epoch from o.at) * 1000000)::bigint = %(mark)s
         ) as found,
-        coalesce((select o.xid from {schema}.outbox o order by o.xid desc, o.id desc limit 1)
-            >= pg_snapshot_xmin(pg_current_snapshot()), false) as held
+        (select (extract(epoch from o.at) * 1000000)::bigint from {schema}.outbox o
+         where o.id = %(final)s) as mark
     from {schema}.outbox_state v
 )
-select server.*, e.total, e.xid::text, e.id, e.tenant, e.channel, e.payload, e.at,
+select server.*, e.total, e.id, e.tenant, e.channel, e.payload, e.at,
     (extract(epoch from e.at) * 1000000)::bigint
 from server
 left join lateral (
     select p.*, count(*) over () as total,
-        sum(octet_length(p.payload)) over (order by p.xid, p.id) - octet_length(p.payload) as size
+        sum(octet_length(p.payload)) over (order by p.id) - octet_length(p.payload) as size
     from (
         select * from {schema}.outbox o
-        where (o.xid, o.id) > (%(xid)s::xid8, %(id)s)
-            and o.xid < pg_snapshot_xmin(pg_current_snapshot())
+        where o.id > %(id)s and o.id <= %(final)s
             and (%(channels)s::text[] is null or o.channel = any(%(channels)s::text[]))
             and (%(tenant)s::text is null or o.tenant = %(tenant)s::text)
-        order by o.xid, o.id limit %(limit)s
+        order by o.id limit %(limit)s
     ) as p
 ) as e on e.size < %(bytes)s
-order by e.xid, e.id
+order by e.id
 """
+)
 _ATTACH = """
 insert into {schema}.outbox_cursors (consumer, cursor) values (%(name)s, %(cursor)s)
 on conflict (consumer) do update
@@ -73,6 +76,10 @@ _STORE = """
 set local lock_timeout = '1s';
 select {schema}.outbox_store(%(name)s, %(old)s, %(new)s)
 """
+_KEEP = "update {schema}.outbox_state set final = %(final)s where final < %(final)s"
+
+#: How often a change of the tables is tried, and the pause between two tries, in seconds.
+LOCK_TRIES, LOCK_AGAIN = 60, 1.0
 
 #: Raised by `outbox_store`.
 _MOVED = "MO001"
@@ -105,20 +112,15 @@ class OutboxEvent:
     channel: str
     #: As it was published; JSON, unless a str was published.
     payload: str
-    #: The time of the insertion, by the server's clock; the order is that of `xid` and `id`.
+    #: The time of the insertion, by the server's clock; the order is that of `id`.
     at: datetime
     _consumer: OutboxConsumer | None = None
 
     @property
-    def xid(self) -> int:
-        """The ID of the transaction that published it; without a table, the LSN of its commit."""
-        return self._cursor.xid
-
-    @property
     def id(self) -> int:
-        """The number of the event; numbers have gaps, and are not in order of the commits.
+        """The number of the event: later ones of a consumer are higher, and there are gaps.
 
-        Without a table, it is the number within the transaction.
+        Without a table it holds the LSN of the commit, and the number within the transaction.
         """
         return self._cursor.id
 
@@ -147,7 +149,7 @@ class OutboxEvent:
 
     def __repr__(self) -> str:
         tenant = "" if self.tenant is None else f" of {self.tenant!r}"
-        return f"<OutboxEvent {self.xid}/{self.id} in {self.channel!r}{tenant}>"
+        return f"<OutboxEvent {self.id} in {self.channel!r}{tenant}>"
 
 
 class Page(NamedTuple):
@@ -164,8 +166,11 @@ class Reader:
 
     def __init__(self, connections: PsycopgPool, schema: str) -> None:
         self._connections = connections
-        self.schema = schema
-        self._schema = sql.Identifier(schema)
+        self._parts = parts(schema)
+        #: What is final, for all readers of this process.
+        self.looks = Looks(self.results)
+        # What is stored of it.
+        self._kept = 0
 
     async def page(
         self,
@@ -176,20 +181,27 @@ class Reader:
     ) -> Page:
         """Read the events after a cursor that can be read now; with None, only the state."""
         cursor = after or Cursor(History("", 0), 0)
-        rows = await self.run(
-            _READ,
-            xid=str(cursor.xid),
-            id=cursor.id,
-            mark=cursor.mark,
-            channels=list(channels) or None,
-            tenant=tenant,
-            limit=0 if after is None else limit,
-            bytes=PAGE_BYTES,
+        while True:
+            # In an earlier snapshot than that of the rows.
+            look = await self.looks.from_now()
+            rows = await self.run(
+                _READ,
+                id=min(cursor.id, _LARGEST),
+                mark=cursor.mark,
+                final=look.final,
+                channels=list(channels) or None,
+                tenant=tenant,
+                limit=0 if after is None else limit,
+                bytes=PAGE_BYTES,
+            )
+            system_id, timeline, start, floor, found, mark, total, *_ = rows[0]
+            if look.server == Server(History(system_id, timeline), start):
+                break  # what is final is of this server
+        state = OutboxState(
+            look.server.history, look.final, look.highest, floor, found, mark or 0, look.snapshot
         )
-        server = _server(rows[0][:9])
-        events = [_event(server.history, row[10:]) for row in rows if row[9] is not None]
-        total = rows[0][9] or 0
-        return Page(server, events, total < limit and len(events) == total)
+        events = [_event(state.history, row[7:]) for row in rows if row[6] is not None]
+        return Page(state, events, (total or 0) < limit and len(events) == (total or 0))
 
     async def attach(self, name: str, cursor: Cursor, *, force: bool) -> Cursor:
         """Return the stored cursor of a consumer; store this one if there is none, or if forced."""
@@ -200,18 +212,62 @@ class Reader:
         """Store a consumer's cursor; raise `ConsumerReplaced` if it is not the old one."""
         await self.run(_STORE, name=name, old=str(old), new=str(new))
 
-    async def run(self, query: LiteralString | sql.SQL, **values: Any) -> list[Any]:
+    async def keep_final(self) -> None:
+        """Store what is final, with which the next process begins, if the role may do so."""
+        if (look := self.looks.last) is not None and look.final > self._kept:
+            with suppress(psycopg.errors.InsufficientPrivilege):
+                await self.run(_KEEP, final=look.final)
+            self._kept = look.final
+
+    async def change(self, query: Statements, **names: sql.Composable) -> None:
+        """Run statements that need strong locks, without stopping publishers for long."""
+        text = self._filled(query, **names)
+        for _ in range(LOCK_TRIES):
+            try:
+                await self.run(sql.SQL("set local lock_timeout = '500ms';") + text)
+                return
+            except psycopg.errors.LockNotAvailable:
+                await asyncio.sleep(LOCK_AGAIN)
+        raise PostgresError(
+            f"the outbox cannot be changed: at each of {LOCK_TRIES} tries, a transaction that has "
+            "published or reads it was open for more than half a second: end that transaction (it "
+            "has locks of the outbox in pg_locks), and run this again"
+        )
+
+    async def alone(self, query: LiteralString, **names: sql.Composable) -> None:
+        """Run a statement that must not be within a transaction."""
+        async with self._connections.connection() as conn:
+            before = conn.autocommit
+            await conn.set_autocommit(True)
+            try:
+                await conn.execute(self._filled(query, **names))
+            finally:
+                if not conn.closed:
+                    await conn.set_autocommit(before)
+
+    def _filled(self, query: Statements, **names: sql.Composable) -> sql.SQL | sql.Composed:
+        if isinstance(query, str):
+            return sql.SQL(query).format(**self._parts, **names)
+        return query
+
+    async def run(self, query: Statements, **values: Any) -> list[Any]:
         """Run statements on a connection of the pool; return the rows of the last one."""
-        text = query if isinstance(query, sql.SQL) else sql.SQL(query).format(schema=self._schema)
+        return (await self.results(query, **values))[-1]
+
+    async def results(self, query: Statements, /, **values: Any) -> list[list[Any]]:
+        """Run statements on a connection of the pool; return the rows of each."""
+        text = self._filled(query)
         try:
             async with (
                 self._connections.connection() as conn,
                 AsyncClientCursor(conn) as cursor,
             ):
                 await cursor.execute(text, values or None)
-                while cursor.nextset():
-                    pass
-                return await cursor.fetchall() if cursor.description else []
+                found = []
+                while True:
+                    found.append(await cursor.fetchall() if cursor.description else [])
+                    if not cursor.nextset():
+                        return found
         except psycopg.Error as error:
             raise_if_cancelled(error)
             raise translated(error) from error
@@ -232,17 +288,6 @@ def translated(error: Exception) -> Exception:
     return error
 
 
-def _server(row: Sequence[Any]) -> OutboxState:
-    version, floor_xid, floor_id, system_id, timeline, xmin, xmax, found, held = row
-    if version != VERSION:
-        raise ConfigurationError(
-            f"the outbox in the database has version {version}, and this program needs {VERSION}: "
-            + ("run `moored outbox install`" if version < VERSION else "update this program")
-        )
-    floor = (int(floor_xid), floor_id)
-    return OutboxState(History(system_id, timeline), int(xmin), int(xmax), floor, found, held)
-
-
 def _event(history: History, row: Sequence[Any]) -> OutboxEvent:
-    xid, id_, tenant, channel, payload, at, mark = row
-    return OutboxEvent(Cursor(history, int(xid), id_, mark), tenant, channel, payload, at)
+    id_, tenant, channel, payload, at, mark = row
+    return OutboxEvent(Cursor(history, id_, mark), tenant, channel, payload, at)

@@ -1,7 +1,7 @@
 """The outbox without a table: the last events of the change stream, in the memory of this process.
 
 An event is a transactional message of pg_logical_emit_message(). Its position is the LSN of the end
-of its commit, and its number within the transaction.
+of its commit, and its number within the transaction: both make one number, its id.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from .._errors import ConfigurationError, PostgresError
+from .._errors import PostgresError
 from .._lsn import Lsn
 from .._position import History
 from ..consume import Reset, Transaction
@@ -41,11 +40,6 @@ class StreamRing(StreamWakes):
 
     def __init__(self, pg: Postgres, prefix: str, limit: int) -> None:
         super().__init__(pg)
-        if not pg.settings.messages:
-            raise ConfigurationError(
-                "an outbox without a table needs the messages of the stream: use "
-                "Postgres(…, messages=True)"
-            )
         self._reader = Reader(pg.outbox_pool, prefix)
         self._prefix = prefix
         self._limit = limit
@@ -53,24 +47,13 @@ class StreamRing(StreamWakes):
         self._size = 0
         # Everything after the floor, and up to the end, is kept; None before the stream has begun.
         self._history: History | None = None
-        self._floor = (0, 0)
+        self._floor = _id(0)
         self._end = 0
         self._arrived = asyncio.Event()
 
     # -- the stream ----------------------------------------------------------------------------
 
-    @asynccontextmanager
-    async def subscribe(self, channel: str) -> AsyncIterator[AsyncIterator[object]]:
-        """Follow the stream as a consumer, which is dropped at the end, so that no WAL is kept."""
-        name = f"wake-ups of {channel}"
-        try:
-            async with aclosing(self._woken(name)) as events:
-                yield events
-        finally:
-            if self._pg.is_open:
-                await self._pg.drop_consumer(name)
-
-    async def _woken(self, name: str) -> AsyncGenerator[object, None]:
+    async def _woken(self, name: str, channel: str) -> AsyncGenerator[object, None]:
         async with self._pg.changes(name) as changes:
             await self._begin()
             async for txn in changes:
@@ -101,7 +84,7 @@ class StreamRing(StreamWakes):
         """Keep the events of a transaction in place of the oldest; return whether it has any."""
         history, end = txn.position.history, int(txn.position.lsn)
         if self._history is None:
-            self._history, self._floor = history, (end, 0)
+            self._history, self._floor = history, _id(end)
         elif end <= self._end:
             return False
         before = len(self._kept)
@@ -112,7 +95,7 @@ class StreamRing(StreamWakes):
         while len(self._kept) > self._limit or (self._size > RING_SIZE and len(self._kept) > 1):
             oldest = self._kept.popleft()
             self._size -= len(oldest.payload)
-            self._floor = oldest._cursor.place
+            self._floor = oldest.id
         self._end = end
         arrived, self._arrived = self._arrived, asyncio.Event()
         arrived.set()
@@ -136,7 +119,7 @@ class StreamRing(StreamWakes):
                     error,
                 )
                 continue
-            cursor = Cursor(history, end, number)
+            cursor = Cursor(history, _id(end, number))
             yield OutboxEvent(cursor, tenant, channel, payload, txn.commit_time)
 
     # -- pages ---------------------------------------------------------------------------------
@@ -150,16 +133,15 @@ class StreamRing(StreamWakes):
     ) -> Page:
         """Return the kept events after a cursor; with None, only the state."""
         await self._reach(0)
-        if after is not None and after.xid > self._end + 1:
+        if after is not None and after.id > _id(self._end + 1):
             # Another process has read further, or the server was restored: a later commit shows it.
             await self._reach(await self._mark())
         assert self._history is not None
-        state = OutboxState(
-            self._history, self._end + 1, self._end + 1, self._floor, found=True, held=False
-        )
+        end = _id(self._end + 1)
+        state = OutboxState(self._history, final=end, highest=end, floor=self._floor)
         if after is None:
             return Page(state, [], complete=True)
-        newer = takewhile(lambda event: event._cursor.place > after.place, reversed(self._kept))
+        newer = takewhile(lambda event: event.id > after.id, reversed(self._kept))
         found = [
             event
             for event in newer
@@ -178,3 +160,8 @@ class StreamRing(StreamWakes):
                 f"the change stream has delivered nothing for {ARRIVES:g} s, so the last events are"
                 " unknown: the stream is not active, or another process with this stream_id has it"
             ) from None
+
+
+def _id(end: int, number: int = 0) -> int:
+    """Return the id of an event: the LSN of the end of its commit comes first in the order."""
+    return end << 32 | number

@@ -8,60 +8,46 @@ from moored.kernel import counted, duration
 
 from ..server._admin import without_literals
 from ._cursor import Cursor
-from ._ddl import Wake
 from ._reader import Reader
 
 _SIZE = """
 select sum(bytes)::bigint, count(*)::int,
     (select extract(epoch from clock_timestamp() - o.at)::float8
-     from {schema}.outbox o order by o.xid, o.id limit 1)
+     from {schema}.outbox o order by o.id limit 1)
 from {schema}.outbox_parts
 """
-# pg_locks shows the owner of a transaction ID to every role, and prepared transactions as well.
+# pg_locks shows the pid of a holder to every role. A prepared transaction has none: it is found by
+# its transaction ID.
 _HELD = """
-select extract(epoch from clock_timestamp() - e.at)::float8, l.pid,
+select extract(epoch from clock_timestamp() - e.at)::float8, a.pid, current_database(),
     extract(epoch from clock_timestamp() - coalesce(a.xact_start, p.prepared))::float8,
     coalesce(a.application_name, ''), coalesce(left(a.query, 200), ''), p.gid
-from (select pg_snapshot_xmin(pg_current_snapshot()) as xmin) as s
-cross join lateral (
-    select o.at from {schema}.outbox o where o.xid >= s.xmin order by o.xid, o.id limit 1
-) as e
-left join pg_locks l on l.locktype = 'transactionid' and l.granted and l.mode = 'ExclusiveLock'
-    and l.transactionid::text::bigint = s.xmin::text::bigint % 4294967296
-left join pg_stat_activity a on a.pid = l.pid
-left join pg_prepared_xacts p on p.transaction = l.transactionid
-limit 1
+from (select at from {schema}.outbox where id > %(final)s order by id limit 1) as e
+left join pg_stat_activity a on a.pid
+    in (select l.pid from pg_locks l where l.virtualtransaction = %(holder)s)
+left join pg_prepared_xacts p on a.pid is null and p.transaction
+    in (select l.transactionid from pg_locks l where l.virtualtransaction = %(holder)s)
+where coalesce(a.pid::text, p.gid) is not null
 """
 _CONSUMERS = """
 select c.consumer, c.cursor, extract(epoch from clock_timestamp() - c.stored)::float8,
     coalesce((
         select extract(epoch from clock_timestamp() - o.at)::float8 from {schema}.outbox o
-        where (o.xid, o.id)
-            > (split_part(c.cursor, '-', 3)::xid8, split_part(c.cursor, '-', 4)::bigint)
-        order by o.xid, o.id limit 1
+        where o.id > split_part(c.cursor, '-', 3)::bigint
+        order by o.id limit 1
     ), 0)
 from {schema}.outbox_cursors c order by c.consumer
 """
 
 
-#: How publishers wake consumers; no row without an outbox.
-_WAKE = """
-select case when t.oid is null then 'poll' when p.prosrc like '%%pg_logical_emit_message%%'
-    then 'stream' else 'notify' end
-from pg_class c
-left join pg_trigger t on t.tgrelid = c.oid and t.tgname = 'outbox_wake' and t.tgenabled <> 'D'
-left join pg_proc p on p.oid = t.tgfoid
-where c.oid = to_regclass(%(outbox)s)
-"""
-
-
 class HeldBack(NamedTuple):
-    """Events wait for the end of a transaction that has written, in any database of the server."""
+    """Events wait for the end of a transaction that has published, and may have lower ids."""
 
     #: For how long the first of these events waits, in seconds.
     waiting: float
     #: The server process of the transaction; None for a prepared transaction, see `gid`.
     pid: int | None
+    database: str
     #: The age of the transaction in seconds; None if this role may not see it.
     age: float | None
     application: str
@@ -69,6 +55,14 @@ class HeldBack(NamedTuple):
     query: str
     #: The identifier of a prepared transaction.
     gid: str | None
+
+    @property
+    def remedy(self) -> str:
+        """What ends the transaction."""
+        if self.gid is None:
+            return f"commit it, or run SELECT pg_terminate_backend({self.pid})"
+        gid = self.gid.replace("'", "''")
+        return f"run COMMIT PREPARED '{gid}', or ROLLBACK PREPARED '{gid}'"
 
     def __str__(self) -> str:
         who = f"transaction of backend {self.pid}"
@@ -78,7 +72,7 @@ class HeldBack(NamedTuple):
         what = f": {self.query}" if self.query else ""
         name = f' (application "{self.application}")' if self.application else ""
         found = f"events have waited for {duration(self.waiting)} for the end of the {who}"
-        return f"{found}{name}{age}{what}"
+        return f"{found} in database {self.database!r}{name}{age}{what}"
 
 
 class ConsumerLag(NamedTuple):
@@ -103,8 +97,6 @@ class OutboxStatus(NamedTuple):
     oldest: float | None
     held_back: HeldBack | None
     consumers: tuple[ConsumerLag, ...]
-    #: How publishers wake consumers, as it is installed: "notify", "stream" or "poll".
-    wake: str = "notify"
 
     def plain(self) -> dict[str, Any]:
         """Return it in types that JSON can represent."""
@@ -121,19 +113,23 @@ class OutboxStatus(NamedTuple):
 async def read_status(reader: Reader, *, show_queries: bool) -> OutboxStatus:
     """Query the state of an outbox."""
     ((size, partitions, oldest),) = await reader.run(_SIZE)
-    held = None
-    for waiting, pid, age, application, query, gid in await reader.run(_HELD):
-        shown = without_literals(query) if show_queries else ""
-        held = HeldBack(waiting, pid, age, application, shown, gid)
+    held = await _held_back(reader, show_queries=show_queries)
     consumers = tuple(
         ConsumerLag(name, Cursor.parse(cursor), stored, lag)
         for name, cursor, stored, lag in await reader.run(_CONSUMERS)
     )
-    wake = await installed_wake(reader) or "poll"
-    return OutboxStatus(size, partitions, oldest, held, consumers, wake)
+    return OutboxStatus(size, partitions, oldest, held, consumers)
 
 
-async def installed_wake(reader: Reader) -> Wake | None:
-    """Return how publishers wake consumers; None if there is no outbox."""
-    rows = await reader.run(_WAKE, outbox=f"{reader.schema}.outbox")
-    return rows[0][0] if rows else None
+async def _held_back(reader: Reader, *, show_queries: bool) -> HeldBack | None:
+    """Return what the events wait for that wait since the last look, if there are any."""
+    look = await reader.looks.from_now()
+    if look.barrier.holder is not None:  # it may have been any publisher: look for one that stays
+        look = await reader.looks.from_now()
+    if (holder := look.barrier.holder) is None:
+        return None
+    rows = await reader.run(_HELD, final=look.final, holder=holder)
+    for waiting, pid, database, age, application, query, gid in rows:
+        shown = without_literals(query) if show_queries else ""
+        return HeldBack(waiting, pid, database, age, application, shown, gid)
+    return None

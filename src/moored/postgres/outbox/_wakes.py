@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping
+from collections import deque
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, suppress
-from functools import partial
 from typing import Any, Protocol
 
-from moored.kernel import Backoff, Child, Clock, Context, describe
+from moored.kernel import Backoff, Clock, Context, describe
 
-from ._cursor import OutboxState
+from ._cursor import OutboxState, sees
 
 log = logging.getLogger("moored.postgres")
 
-#: Seconds between reads while each publisher's own notification arrives, and otherwise. The stream
-#: may lag behind, or the process that has it may be frozen.
+#: Seconds between reads while notifications arrive, and while there is no listener, or it is down.
 POLL, POLL_DOWN = 30.0, 1.0
+#: Announced transactions that are remembered while no consumer reads.
+ANNOUNCED = 1000
 
 
 class WakeSource(Protocol):
@@ -34,36 +35,24 @@ class WakeSource(Protocol):
 
 
 class Wakes:
-    """Wakes all consumers of an outbox, at each notification and at each poll.
+    """Wakes all consumers of an outbox, at each notification and at each poll."""
 
-    :param sources: where wake-ups come from, by name: "stream", "listener".
-    """
-
-    def __init__(self, sources: Mapping[str, WakeSource], channel: str) -> None:
-        self._sources = sources
+    def __init__(self, source: WakeSource | None, channel: str) -> None:
+        self._source = source
         self._channel = channel
-        self._subscribed: set[WakeSource] = set()
-        #: The source that never misses an event while it is up; None if there is none, or unknown.
-        self.certain: WakeSource | None = None
+        self._subscribed = False
         self._next = asyncio.Event()
         self._last = 0.0
-        # The newest transaction that the stream has announced, without its epoch.
-        self._announced: int | None = None
+        # The last transactions that the stream has announced, without their epochs, until a reader
+        # sees them.
+        self._announced: deque[int] = deque(maxlen=ANNOUNCED)
         #: Notifications and gaps so far.
         self.notified = 0
 
     @property
     def up(self) -> bool:
         """Whether notifications arrive; otherwise consumers read every second."""
-        return any(map(self._hears, self._sources.values()))
-
-    def children(self) -> list[Child]:
-        """Return what wakes the consumers, as children of a supervisor."""
-        listening = [Child(name, partial(self.listen, name)) for name in self._sources]
-        return [Child("poll", self.poll), *listening]
-
-    def _hears(self, source: WakeSource | None) -> bool:
-        return source in self._subscribed and source is not None and source.up
+        return self._subscribed and self._source is not None and self._source.up
 
     def next(self) -> asyncio.Event:
         """Return an event that is set at the next wake-up; take it before a read, not after."""
@@ -78,46 +67,41 @@ class Wakes:
     async def more(self, woken: asyncio.Event, held: Backoff, server: OutboxState) -> None:
         """Wait until there may be more events than on a page that had none."""
         # A transaction that holds events back may end without a notification.
-        waits = server.held or self.may_be_invisible(server.xmin)
+        waits = server.held or self.may_be_invisible(server.snapshot)
         if not waits:
             held.succeed()
         with suppress(TimeoutError):
             async with asyncio.timeout(held.fail() if waits else None):
                 await woken.wait()
 
-    def may_be_invisible(self, xmin: int) -> bool:
-        """Whether a transaction that was announced may not have ended for a reader with this xmin.
+    def may_be_invisible(self, snapshot: str) -> bool:
+        """Whether a transaction that was announced had not ended in a snapshot.
 
         The change stream has a transaction as soon as its commit is in the WAL; readers see it a
         moment later, or when a synchronous standby has it, too.
         """
-        return self._announced is not None and (self._announced - xmin) % 2**32 < 2**31
+        while self._announced and sees(snapshot, self._announced[0]):
+            self._announced.popleft()
+        return bool(self._announced)
 
     def _announce(self, item: object) -> None:
-        if not isinstance(item, int):
-            self._announced = None
-        elif not self.may_be_invisible(item):  # the announced one is older
-            self._announced = item
+        if isinstance(item, int):
+            self._announced.append(item)
+        else:
+            self._announced.clear()
 
-    async def listen(self, name: str, ctx: Context) -> None:
-        """Wake the consumers at each notification of a source, until the subscription ends."""
+    async def listen(self, ctx: Context) -> None:
+        """Wake the consumers at each notification, until the subscription ends."""
         ctx.started()
-        source, level = self._sources[name], logging.WARNING
-        while True:
+        level = logging.WARNING
+        while self._source is not None:
             try:
-                async with source.subscribe(self._channel) as events:
-                    self._subscribed.add(source)
-                    level = logging.WARNING
+                async with self._source.subscribe(self._channel) as events:
+                    self._subscribed, level = True, logging.WARNING
                     # A notification before the subscription is lost.
                     self.wake()
                     async for item in events:
-                        if forwarded := _transactions(item):
-                            if self._hears(self._sources.get("stream")):
-                                continue  # it was sent by this process
-                            for xid in forwarded:
-                                self._announce(xid)
-                        else:
-                            self._announce(item)
+                        self._announce(item)
                         self.notified += 1
                         self.wake()
             except Exception as error:
@@ -125,20 +109,14 @@ class Wakes:
                 log.log(level, text, describe(error))
                 level = logging.DEBUG
             finally:
-                self._subscribed.discard(source)
+                self._subscribed = False
             await asyncio.sleep(POLL_DOWN)
+        await asyncio.Event().wait()
 
     async def poll(self, ctx: Context) -> None:
-        """Wake the consumers by the clock; checks once a second whether that is needed."""
+        """Wake the consumers by the clock; checks once a second whether notifications arrive."""
         ctx.started()
         while True:
             await asyncio.sleep(POLL_DOWN)
-            every = POLL if self._hears(self.certain) else POLL_DOWN
-            if Clock.current().monotonic() - self._last >= every:
+            if Clock.current().monotonic() - self._last >= (POLL if self.up else POLL_DOWN):
                 self.wake()
-
-
-def _transactions(item: object) -> list[int]:
-    """Return the transactions that a notification of the process with the stream names."""
-    payload = getattr(item, "payload", "")
-    return [int(xid) for xid in payload.split(",")] if payload[:1].isdigit() else []

@@ -191,7 +191,7 @@ class Setup:
         ]
         if settings.binary and modern:
             options.append(("binary", "true"))
-        if modern:  # also without `messages`: those of publishers wake the outboxes
+        if settings.messages and modern:
             options.append(("messages", "true"))
         listed = ", ".join(f"{name} {literal(value)}" for name, value in options)
         return f"START_REPLICATION SLOT {quoted(settings.slot_name)} LOGICAL 0/0 ({listed})"

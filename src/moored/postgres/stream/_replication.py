@@ -24,16 +24,7 @@ from moored.kernel import Clock
 from .._errors import StreamEnded
 from .._position import History
 from .._settings import Settings
-from ..decode import (
-    KEEPALIVE,
-    Assembler,
-    Body,
-    Committed,
-    PrimaryKeepalive,
-    Shelf,
-    Types,
-    read_keepalive,
-)
+from ..decode import KEEPALIVE, Assembler, Body, Committed, Shelf, Types, read_keepalive
 from ..server import Setup, Step
 from ._collector import LogCollector
 from ._lag import Lag
@@ -78,8 +69,6 @@ class ReplicationClient:
     types: Types
     #: Adds types to `types`.
     describe_types: Callable[[Collection[int]], Awaitable[None]]
-    #: Called with each transaction that has published to an outbox.
-    published: Callable[[Committed], None]
 
     def __post_init__(self) -> None:
         self.setup = Setup(self.settings)
@@ -91,8 +80,6 @@ class ReplicationClient:
         self._requested_at: float | None = None
         self._paused = False
         self.positions: Positions | None = None
-        # The last keepalive that all consumers have passed, until that is stored.
-        self._passed: PrimaryKeepalive | None = None
         #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
 
@@ -181,8 +168,7 @@ class ReplicationClient:
 
     async def _read(self, link: ReplicationLink) -> None:
         hub, shelf = self.hub, Shelf(self.settings.state_dir / "spill")
-        messages = self.settings.messages
-        assembler = Assembler(partial(Body, shelf), self.types, messages=messages)
+        assembler = Assembler(partial(Body, shelf), self.types)
         self.types.expire()
         first = True
         while True:
@@ -198,16 +184,12 @@ class ReplicationClient:
                     # Before a consumer can read a row of them.
                     await self.describe_types(assembler.unknown_types)
                     assembler.unknown_types = set()
-                for each in done:
-                    if each.wakes:
-                        self.published(each)
-                # Consumers, and their positions, know nothing of those that were only messages.
-                if done := [each for each in done if not each.only_messages]:
+                if done:
                     self._received(done)
                     hub.apply_all(done)
                     self._check_progress()
                 if place < len(batch) and batch[place][0] == KEEPALIVE:
-                    self._keepalive(batch[place], inside=assembler.inside)
+                    await self._keepalive(batch[place], inside=assembler.inside)
                     place += 1
             if hub.full:
                 self._paused = True
@@ -233,16 +215,14 @@ class ReplicationClient:
         if min(self.hub.flushed(), self.positions.last_seen) > self.positions.flushed + 1:
             self._status_due.set()
 
-    def _keepalive(self, data: bytes, *, inside: bool) -> None:
+    async def _keepalive(self, data: bytes, *, inside: bool) -> None:
         assert self.positions is not None
         keepalive = read_keepalive(data)
         if not inside and self.positions.up_to_date and keepalive.end > self.positions.last_seen:
-            # The WAL up to there has nothing for any consumer: the server may discard it, once that
-            # is stored. Reading does not wait for it.
+            # The WAL up to there has nothing for any consumer: let the server discard it.
             self.hub.passed(keepalive.end)
-            self._passed = keepalive
-            self._status_due.set()
-        elif self.positions.keepalive(keepalive, inside=inside):
+            await self.hub.checkpoint(keepalive.end)
+        if self.positions.keepalive(keepalive, inside=inside):
             self._status_due.set()
 
     async def _answer(self, link: ReplicationLink) -> None:
@@ -262,10 +242,6 @@ class ReplicationClient:
         """Store what is safe, then confirm it to the server."""
         positions, hub = self.positions, self.hub
         assert positions is not None
-        if (passed := self._passed) is not None:
-            self._passed = None
-            await hub.checkpoint(passed.end)
-            positions.keepalive(passed, inside=False)
         safe = min(hub.flushed(), positions.last_seen)
         if safe > positions.flushed + 1:
             await hub.checkpoint(safe)
