@@ -9,6 +9,8 @@ import pytest
 
 from moored.postgres import Changes, Postgres, Reset, SchemaChanged, Transaction
 from moored.postgres.consume._schema_changes import altered
+from moored.postgres.manage import _manager
+from moored.postgres.server import DROP_SCHEMA_TRIGGER, SCHEMA_TRIGGER
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, following, ids, until
@@ -91,6 +93,29 @@ async def test_columns_that_change_the_rows_are_a_reset_and_nothing_else(
         item = await next_item(changes)
         assert isinstance(item, Transaction)
         assert ids(item) == [1]
+
+
+async def test_with_the_event_trigger_the_stream_itself_tells_of_changes(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_manager, "MARKER_EVERY", 3600.0)
+    await sql.execute(SCHEMA_TRIGGER.encode())
+    async with make(check_every=3600.0) as pg:
+        changes = pg.changes("c", tables=["orders"], schema_changes=True)
+        await pg.wait_until_published(timeout=LIMIT)
+        for number in range(3):  # a check that was due anyway finds the first one at most
+            await sql.execute(f"alter table orders add extra_{number} int".encode())
+            item = await next_item(changes)
+            while isinstance(item, Transaction):
+                assert not list(item)  # that of the change of the schema itself
+                item = await next_item(changes)
+            assert item == SchemaChanged("public.orders", added={f"extra_{number}": "integer"})
+        await sql.execute("select pg_logical_emit_message(true, 'app', 'not wanted')")
+        await sql.execute("drop table orders; create table orders (id int primary key)")
+        while isinstance(item := await next_item(changes), Transaction):
+            assert not list(item)
+        assert isinstance(item, Reset)
+    await sql.execute(DROP_SCHEMA_TRIGGER.encode())
 
 
 @pytest.mark.parametrize("before", [None, {"1": ["id", 23, -1, False]}])

@@ -21,7 +21,18 @@ from moored.kernel import SECRETS, MooredError
 from moored.service import READY_STATES, ConfigError, data_dir_of, load_config, state_dir_of
 from moored.service import serve as run_service
 
-from . import _consumers, _doctor, _leases, _outbox, _sessions, _show, _slots, _snapshot, _target
+from . import (
+    _consumers,
+    _doctor,
+    _leases,
+    _outbox,
+    _schema_trigger,
+    _sessions,
+    _show,
+    _slots,
+    _snapshot,
+    _target,
+)
 from ._client import CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable
 from ._running import Token, Url, client_for
@@ -48,6 +59,7 @@ app.add_typer(_outbox.app)
 app.add_typer(_sessions.app)
 app.add_typer(_slots.app)
 app.command()(_snapshot.snapshot)
+app.command()(_schema_trigger.schema_trigger)
 app.command()(_doctor.doctor)
 
 

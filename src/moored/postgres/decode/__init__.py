@@ -1,6 +1,6 @@
 """Decoding: from the bytes of pgoutput to committed transactions, changes and Python values."""
 
-from ._assembler import Assembler
+from ._assembler import SCHEMA_SIGNAL, Assembler
 from ._body import HEADER, Body, Shelf
 from ._changes import Change, Delete, Emitted, Insert, Truncate, Update, read_change
 from ._rows import UNCHANGED, Column, Relation, ReplicaIdentity, Row
@@ -11,6 +11,7 @@ from ._wire import KEEPALIVE, PrimaryKeepalive, read_keepalive, status_update
 __all__ = [
     "HEADER",
     "KEEPALIVE",
+    "SCHEMA_SIGNAL",
     "UNCHANGED",
     "Assembler",
     "Body",

@@ -15,7 +15,10 @@ from ._transaction import HEADER, Committed
 from ._types import BUILT_IN, Types
 from ._wire import KEEPALIVE
 
-__all__ = ["Assembler"]
+__all__ = ["SCHEMA_SIGNAL", "Assembler"]
+
+#: The prefix of the messages by which an event trigger reports changes of the schema.
+SCHEMA_SIGNAL = "moored.schema"
 
 _BEGIN, _COMMIT = b"BC"
 _BEGIN_SIZE, _COMMIT_SIZE = HEADER + 21, HEADER + 26
@@ -29,10 +32,20 @@ class Assembler:
 
     :param new_body: creates the store for the messages of a transaction.
     :param types: the types of the database; the `unknown_types` must be added before a row is read.
+    :param messages: keep the messages of pg_logical_emit_message(), except `SCHEMA_SIGNAL`.
     """
 
-    def __init__(self, new_body: Callable[[], Body] = Body, types: Types = BUILT_IN) -> None:
+    def __init__(
+        self,
+        new_body: Callable[[], Body] = Body,
+        types: Types = BUILT_IN,
+        *,
+        messages: bool = True,
+    ) -> None:
         self._new_body = new_body
+        self._messages = messages
+        #: Whether a message has reported a change of the schema; to be cleared by the caller.
+        self.schema_changed = False
         self._types = types
         #: The types of tables that `types` did not know when the tables were described.
         self.unknown_types: set[int] = set()
@@ -129,6 +142,10 @@ class Assembler:
             self._relations = {**self._relations, message.oid: message}
             if self._now is not None:
                 self._now.body.describe(message)
+        elif isinstance(message, LogicalMessage) and message.prefix == SCHEMA_SIGNAL:
+            self.schema_changed = True
+        elif isinstance(message, LogicalMessage) and not self._messages:
+            return None  # only those of the trigger were wanted
         elif isinstance(message, LogicalMessage) and (
             self._now is None or not message.transactional
         ):

@@ -4,9 +4,12 @@ from ._connect import connect, cut, has_input, uncancelled
 from ._faults import Diagnosis, FaultVerdict, diagnose
 from ._pooled import pool_by
 from ._resolver import Resolver
+from ._schema_trigger import DROP_SCHEMA_TRIGGER, SCHEMA_TRIGGER
 from ._setup import Findings, Setup, Step
 
 __all__ = [
+    "DROP_SCHEMA_TRIGGER",
+    "SCHEMA_TRIGGER",
     "Diagnosis",
     "FaultVerdict",
     "Findings",

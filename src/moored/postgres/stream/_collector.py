@@ -47,6 +47,9 @@ class LogCollector(Protocol):
     def apply_all(self, done: Sequence[Committed]) -> None:
         """Take transactions; after a reconnection, some of them for the second time."""
 
+    def check_tables(self) -> object:
+        """Have the tables checked: the stream has reported a change of the schema."""
+
     def passed(self, end: int) -> None:
         """Advance to this LSN: everything before it was sent, and is safe."""
 

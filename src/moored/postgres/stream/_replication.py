@@ -168,7 +168,7 @@ class ReplicationClient:
 
     async def _read(self, link: ReplicationLink) -> None:
         hub, shelf = self.hub, Shelf(self.settings.state_dir / "spill")
-        assembler = Assembler(partial(Body, shelf), self.types)
+        assembler = Assembler(partial(Body, shelf), self.types, messages=self.settings.messages)
         self.types.expire()
         first = True
         while True:
@@ -188,6 +188,9 @@ class ReplicationClient:
                     self._received(done)
                     hub.apply_all(done)
                     self._check_progress()
+                if assembler.schema_changed:
+                    assembler.schema_changed = False
+                    hub.check_tables()
                 if place < len(batch) and batch[place][0] == KEEPALIVE:
                     await self._keepalive(batch[place], inside=assembler.inside)
                     place += 1
