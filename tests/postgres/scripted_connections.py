@@ -120,6 +120,8 @@ class Connection:
 class Pool:
     """Stands in for a `ManagedPool`: one connection, which is opened again when it is lost."""
 
+    silent_for = 0.0
+
     def __init__(
         self,
         server: Server,

@@ -287,6 +287,7 @@ def base(**more: Any) -> dict[str, Any]:
         "last_outage": None,
         "consumers": {},
         "pools": {},
+        "silence": "",
         "slot": {"name": "moored_slot_default"},
         "slot_blockers": [],
         "lock": {"held": False, "holder": None},
@@ -320,6 +321,13 @@ def test_the_last_outage_is_explained_with_its_begin_and_duration() -> None:
     assert lines[-2] == (
         "  before   an outage of 14 s from 2001-09-09 01:46:40 UTC on, 3 failures: hung up"
     )
+
+
+def test_a_server_that_does_not_answer_is_the_reason_of_a_degraded_health() -> None:
+    silence = "the server has not answered the admin pool for 4 s"
+    text = explain(base(step="streaming", health="degraded", silence=silence))
+    assert text.splitlines()[1] == f"  because  {silence}"
+    assert "callers keep their timeouts" in text
 
 
 def test_a_pool_that_lacks_connections_is_named_with_its_error() -> None:

@@ -214,6 +214,7 @@ async def test_all_metrics_in_the_format_of_openmetrics(postgres_url: str) -> No
         families = openmetrics_parser.text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
         found = {family.name for family in families}
     names = ["size", "target", "in_use", "in_flight", "waiting", "leases_held", "rate_tokens_left"]
+    names += ["longest_wait_seconds", "silent_seconds"]
     names += ["checkouts", "empty", "refills", "discards", "refill_failures", "acquire_seconds"]
     names += ["refused", "timeouts"]
     assert found == {f"moored_reservoir_{name}" for name in names}

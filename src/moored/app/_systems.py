@@ -17,7 +17,7 @@ from moored.kernel import Child, Clock, Context, Tree, counted, describe, durati
 from moored.leases import Leases
 from moored.leases.prometheus import LeasesCollector
 from moored.postgres import Outbox, Postgres
-from moored.reservoir import AsyncConnectionPool
+from moored.reservoir import AsyncConnectionPool, Statistics
 from moored.reservoir.prometheus import ReservoirCollector
 from moored.service import (
     BROKER_PATHS,
@@ -33,6 +33,8 @@ from moored.sessions.prometheus import SessionsCollector
 from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
 from ._sessions_routes import SESSIONS_PATH, sessions_routes
 
+#: Seconds that the callers of a pool may wait before it is reported.
+WAITING = 3.0
 #: Seconds in which most sessions may be offline, because they reconnect, before it is reported.
 RECONNECTING = 3.0
 #: Sessions in the tree: there may be thousands.
@@ -68,6 +70,8 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
     def judge() -> Judgement:
         now, upkeep = pool.statistics(), reservoir.upkeep
         connected = now.size + now.in_use
+        if connected and now.silent:
+            return "degraded", _waits(now, reservoir.place)
         if upkeep.failing_for is not None and upkeep.last_error is not None:
             why = f"connecting fails: {describe(upkeep.last_error)}"
             if connected:
@@ -75,6 +79,8 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
             return "starting", why
         if not connected and now.target:
             return "starting", "no connection is open yet"
+        if now.longest_wait > WAITING:
+            return "degraded", _waits(now, reservoir.place)
         return "active", f"{counted(connected, 'connection')} to {reservoir.place}"
 
     def numbers() -> dict[str, Any]:
@@ -98,6 +104,18 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
         judge,
         collector=lambda: ReservoirCollector(pool),
     )
+
+
+def _waits(now: Statistics, place: str) -> str:
+    """Describe what the callers of a pool wait for, as far as it is known."""
+    found = []
+    if now.waiting:
+        callers = "1 caller waits" if now.waiting == 1 else f"{now.waiting} callers wait"
+        found.append(f"{callers}, the longest for {duration(now.longest_wait)}")
+    found.append(f"{now.in_use} of {now.max_size} connections are in use")
+    if now.silent:
+        found.insert(0, f"{place} has not answered for {duration(now.silent)}")
+    return "; ".join(found)
 
 
 def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:

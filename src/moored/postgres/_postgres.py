@@ -568,9 +568,16 @@ class Postgres:
         if found is Health.WAITING:
             found = self._restarter.manager.standby_health
         deaf = self.listener is not None and self.listener.is_open and not self.listener.up
-        impaired = deaf or self._hub.pressure.stalled
+        silent = bool(self._restarter.manager.silence)
+        impaired = deaf or silent or self._hub.pressure.stalled
         works = found in (Health.ACTIVE, Health.WAITING)
         return Health.DEGRADED if works and impaired else found
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the server has not answered the callers' pool; 0.0 if it answers."""
+        pool = self._restarter.manager.pools.get(Role.SNAPSHOT) if self.is_open else None
+        return 0.0 if pool is None else pool.pool.silent_for
 
     async def wait_until_active(self, timeout: float | None = None) -> None:
         """Wait until the health is `ACTIVE`; wake the stream if it sleeps.

@@ -81,11 +81,23 @@ GAUGES: tuple[tuple[str, str, tuple[str, ...], Callable[[Report], Samples]], ...
     ("received_lsn", "LSN up to which WAL was received.", (), _at("received")),
     ("flushed_lsn", "LSN before which everything is acknowledged.", (), _at("flushed")),
     ("last_seen_lsn", "LSN of the end of the last received transaction.", (), _at("last_seen")),
+    (
+        "silent_seconds",
+        "Seconds without a reply on the stream; 0 if none is due.",
+        (),
+        _at("silent"),
+    ),
     ("lock_held", "1 while this instance holds the lock.", (), _at("lock", "held")),
     ("slot_blockers", "Transactions that a new slot waits for.", (), _at("slot_blockers")),
     ("pool_connections", "Open connections of a pool.", _POOL, _each("pools", "connected")),
     ("pool_max_size", "Connections that a pool should have.", _POOL, _each("pools", "max_size")),
     ("pool_in_use", "Connections that are checked out.", _POOL, _each("pools", "in_use")),
+    (
+        "pool_silent_seconds",
+        "Seconds for which the server has not answered a pool; 0 if it answers.",
+        _POOL,
+        _each("pools", "silent"),
+    ),
     ("pool_waiting", "Callers that wait for a connection.", _POOL, _each("pools", "waiting")),
     (
         "consumer_attached",

@@ -16,6 +16,7 @@ from moored.kernel import Clock
 from moored.leases import Lease, LeaseError, Leases, MemoryStore, connect
 
 from ._config import ReservoirConfig
+from ._silence import Silence
 
 if TYPE_CHECKING:
     from ._reservoir import Reservoir
@@ -69,6 +70,8 @@ class Budget:
         self._users = 0
         self._store: MemoryStore | None = None
         self._opening = asyncio.Lock()
+        #: What each reservoir knows about the server: one silence is told by all of them.
+        self.silences: set[Silence] = set()
         #: One for each connect in progress.
         self.slots = asyncio.Semaphore(config.max_in_flight)
         if leases is None:

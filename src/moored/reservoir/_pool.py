@@ -247,6 +247,11 @@ class Pool(Generic[C]):
         """Return the pool's counters and current numbers."""
         return self.reservoir.statistics()
 
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the server has not answered; 0.0 if it answers, as far as known."""
+        return self.reservoir.upkeep.watch.silent_for
+
     def get_stats(self) -> dict[str, int]:
         """Return the statistics under the names of psycopg_pool."""
         now = self._counters()

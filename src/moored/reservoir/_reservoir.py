@@ -379,6 +379,8 @@ class Reservoir(Generic[C]):
         if (longest := next(core.in_use(), None)) is not None:
             held = f"longest held {duration(now - longest.since)}"
             parts.append(f"{held} ({holder_name(longest.holder)})" if longest.holder else held)
+        if silent := self.upkeep.watch.silent_for:
+            parts.append(f"{self.place} has not answered for {duration(silent)}")
         flight = f"{counted(core.opening, 'connect')} in flight"
         parts.append(f"{flight}, creation limited to {self.config.rate:g}/s")
         failing = self.upkeep.failing_for
@@ -390,7 +392,7 @@ class Reservoir(Generic[C]):
     def statistics(self) -> Statistics:
         """Return the reservoir's counters and current numbers."""
         with self.lock:
-            core, upkeep = self.core, self.upkeep
+            core, upkeep, now = self.core, self.upkeep, self.clock.monotonic()
             fast = core.checkouts - core.handed
             latency = (self.latency.counts[0] + fast, *self.latency.counts[1:])
             leases = sum(item.lease is not None for item in list(core.items.values()))
@@ -402,7 +404,7 @@ class Reservoir(Generic[C]):
                 target=core.target,
                 max_size=core.max_size,
                 waiting=len(core.waiting),
-                overloaded=core.overloaded(self.clock.monotonic()),
+                overloaded=core.overloaded(now),
                 checkouts=core.checkouts,
                 queued=core.queued,
                 empty=core.empty,
@@ -417,6 +419,8 @@ class Reservoir(Generic[C]):
                 refill_failures=MappingProxyType(dict(upkeep.failures)),
                 leases_held=leases,
                 rate_tokens_left=upkeep.tokens_left(),
+                longest_wait=max(0.0, now - core.waiting[0].since) if core.waiting else 0.0,
+                silent=upkeep.watch.silent_for,
                 latency=latency,
             )
 

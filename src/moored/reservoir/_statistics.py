@@ -81,5 +81,9 @@ class Statistics(NamedTuple):
     leases_held: int = 0
     #: Connections that the rate limit allows now, as far as this process knows.
     rate_tokens_left: float = 0.0
+    #: Seconds for which the first waiting caller has waited; 0.0 if none waits.
+    longest_wait: float = 0.0
+    #: Seconds for which the server has not answered; 0.0 if it answers, as far as known.
+    silent: float = 0.0
     #: How many waits fell into each bucket of `BUCKETS`; the last number is for all longer ones.
     latency: tuple[int, ...] = ()

@@ -39,6 +39,7 @@ from ._errors import ServerUnreachable
 from ._item import Item, Place
 from ._leaks import warn_of_leaks
 from ._sqlstate import Meaning, meaning_of
+from ._watch import Watch
 
 if TYPE_CHECKING:
     from ._reservoir import Reservoir
@@ -82,6 +83,7 @@ class Upkeep(Generic[C]):
         # and it does not wait for `reconnect_failed` (`_callbacks`), which may have called it.
         self._opening, self._tasks, self._callbacks = Tasks(), Tasks(), Tasks()
         self._supervisor: Supervisor | None = None
+        self.watch: Watch[C] = Watch(self)
         self.budget: Budget | None = None
         self._destination: Destination | None = None
         self._stopped = False
@@ -105,14 +107,15 @@ class Upkeep(Generic[C]):
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start the refiller and the scanner on the running loop."""
+        """Start the refiller, the scanner and the watch on the running loop."""
         self._loop = asyncio.get_running_loop()
         backoff = Backoff(0.1, 5.0, jitter="half", clock=self.clock)
         self._supervisor = Supervisor(
             self.name,
             children=[
                 Child("refiller", self._refill, backoff=backoff.fresh()),
-                Child("scanner", self._scan, backoff=backoff),
+                Child("scanner", self._scan, backoff=backoff.fresh()),
+                Child("watch", self.watch.run, backoff=backoff),
             ],
             intensity=None,  # restart them however often they fail
             recorder=self.recorder,
@@ -257,6 +260,24 @@ class Upkeep(Generic[C]):
                 self._note_failure(stage, error, began)
         else:
             self._arrive(conn, lease, began)
+
+    async def ask_apart(self, patience: float) -> None:
+        """Query the server on a new connection that does not belong to the pool."""
+        assert self.budget is not None
+        await self.budget.turn()
+        conn = await self._connect(self.budget, await self._token(self.budget))
+        try:
+            await self._call(self.recipe.driver.ping, conn, patience)
+        finally:
+            await self._close(conn)
+
+    def start_opening(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run work that `stop` cancels."""
+        self._opening.start(work, name=f"{self.name}-{name}")
+
+    def note_change(self) -> None:
+        """Wake the tasks that wait for a change of the reservoir."""
+        self._reservoir.note_change()
 
     def _check_wanted(self) -> None:
         """Raise `_NotNeeded` if the pool was resized while this connect waited for its turn."""
@@ -549,7 +570,7 @@ class Upkeep(Generic[C]):
 
         def begin() -> None:
             for item in items:
-                self._tasks.start(self._ping_item(item, patience), name=f"{self.name}-check")
+                self._tasks.start(self.ping_item(item, patience), name=f"{self.name}-check")
 
         self._on_loop(begin)
 
@@ -561,9 +582,18 @@ class Upkeep(Generic[C]):
             with self._lock:
                 picked = self.core.pick(item, self.clock.monotonic())
             if picked:
-                await self._ping_item(item, patience)
+                await self.ping_item(item, patience)
 
-    async def _ping_item(self, item: Item[C], patience: float) -> None:
+    def pick_ready(self) -> Item[C] | None:
+        """Take a ready connection, to ping it."""
+        with self._lock:
+            item = next(iter(self.core.ready), None)
+            if item is not None:
+                self.core.pick(item, self.clock.monotonic())
+        return item
+
+    async def ping_item(self, item: Item[C], patience: float) -> bool:
+        """Ping a connection that was picked, keep or replace it; return whether it answered."""
         waiter: Waiter[C] | None = None
         try:
             await self._call(self.recipe.driver.ping, item.conn, patience)
@@ -573,9 +603,11 @@ class Upkeep(Generic[C]):
                 self.lost += 1
             if not isinstance(error, Exception):
                 raise
+            return False
         else:
             with self._lock:
                 waiter = self.core.put(item, self.clock.monotonic())
+            return True
         finally:
             self._settle(waiter)
 

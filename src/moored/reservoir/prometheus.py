@@ -44,7 +44,10 @@ _GAUGES = {
     "waiting": "Waiting callers.",
     "leases_held": "Leases held by connections.",
     "rate_tokens_left": "Connections that the rate limit allows now, as far as the process knows.",
+    "longest_wait": "Seconds for which the first waiting caller has waited; 0 if none waits.",
+    "silent": "Seconds for which the server has not answered; 0 if it answers, as far as known.",
 }
+_SECONDS = ("longest_wait", "silent")
 _COUNTERS = {
     "checkouts": "Connections handed out.",
     "empty": "Checkouts that found no ready connection.",
@@ -80,7 +83,8 @@ class ReservoirCollector(SourceCollector[Source]):
         for kind, table in ((gauge, _GAUGES), (counter, _COUNTERS)):
             for name, text in table.items():
                 samples = [(names, getattr(now, name)) for names, now in numbers.items()]
-                yield kind(PREFIX + name, text, LABELS, samples)
+                unit = "_seconds" if name in _SECONDS else ""
+                yield kind(PREFIX + name + unit, text, LABELS, samples)
         for name, (text, known) in _REASONS.items():
             # Every known reason from the start, so that `rate()` sees its first event.
             zeros = dict.fromkeys(known, 0)

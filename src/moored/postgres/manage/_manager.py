@@ -102,6 +102,20 @@ class Manager:
             return Health.STARTING
         return Health.WAITING if pool.status is PoolStatus.READY else Health.DEGRADED
 
+    @property
+    def silence(self) -> str:
+        """Which links get no answer of the server; empty if its pools get answers.
+
+        The stream alone may be silent: see `ReplicationClient.silent_for`.
+        """
+        links = {f"{role.value} pool": each.pool.silent_for for role, each in self.pools.items()}
+        if self.client is not None and any(links.values()):
+            links["change stream"] = self.client.silent_for
+        found = [
+            f"the {name} for {duration(seconds)}" for name, seconds in links.items() if seconds
+        ]
+        return f"the server has not answered {', '.join(found)}" if found else ""
+
     # -- the run -------------------------------------------------------------------------------
 
     async def run(self, ctx: Context) -> None:

@@ -204,6 +204,10 @@ class ManagerCore:
         """React to a pool that has lost connections and replaces them; the subsystem continues."""
         return [Action(Act.CLEAR, f"{role.value}_connection_pool_ready", detail=why)]
 
+    def pool_silent(self, role: Role, why: str) -> Actions:
+        """React to a server that does not answer a pool, or answers again: callers may wait."""
+        return [Action(Act.SET, f"{role.value}_connection_pool_ready", detail=why)]
+
     def integrity_checked(self) -> Actions:
         """Start streaming: the stored state belongs to the server's history, or was reset."""
         self._move(STREAM, "timeline, slot and publication were checked")

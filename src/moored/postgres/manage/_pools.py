@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 
+from moored.kernel import duration
 from moored.reservoir import AsyncConnectionPool, ReservoirConfig
 
 from ..server import Diagnosis, FaultVerdict, diagnose
@@ -55,6 +56,7 @@ class ManagedPool:
         self.size = size
         self.status = PoolStatus.STARTING
         self._reported = ""
+        self._silent = False
         self._core = stack.core
         self._post = post
         self.pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] = AsyncConnectionPool(
@@ -83,6 +85,12 @@ class ManagedPool:
                 await self.pool.reservoir.changed()
 
     def _check(self) -> None:
+        silent = self.pool.silent_for
+        if bool(silent) != self._silent:
+            self._silent = bool(silent)
+            if self.status is PoolStatus.READY:
+                why = f"the server has not answered for {duration(silent)}" if silent else ""
+                self._post(partial(self._core.pool_silent, self.role, why))
         upkeep, connected = self.pool.reservoir.upkeep, len(self.pool.reservoir.core.items)
         error = upkeep.last_error if upkeep.failing_for is not None else None
         # Without errors, a few connections may be missing while they are replaced by schedule.

@@ -20,6 +20,7 @@ from moored.kernel import (
     Supervisor,
     Tree,
     describe,
+    duration,
     refuse,
     unmet,
 )
@@ -42,6 +43,8 @@ from ._wakes import Wakes, WakeSource
 
 log = logging.getLogger("moored.postgres")
 
+#: Seconds after which a statement without an answer is named in an explanation.
+UNANSWERED = 2.0
 #: Seconds between two runs of the upkeep, and after one that an open transaction has prevented.
 UPKEEP_EVERY, UPKEEP_AGAIN = 600.0, 60.0
 #: Seconds between two queries of the state, for metrics and warnings.
@@ -413,6 +416,7 @@ class Outbox:
             "wake": self.wake,
             "woken": self.wakes.up,
             "consumers_here": len(self._consumers),
+            "unanswered": self._reader.unanswered,
             "status": self.last_status and self.last_status.plain(),
         }
 
@@ -424,6 +428,9 @@ class Outbox:
         how = f"at each wake-up by {self.wake}" if self.wakes.up else "every second"
         because = [f"its consumers read {how}"]
         so = "there is nothing to do"
+        if (waited := self._reader.unanswered) > UNANSWERED:
+            because.append(f"it has had no answer of the server for {duration(waited)}")
+            so = "find out whether the server answers, and whether the pool has a connection for it"
         if found is not None and found.held_back is not None:
             because.append(f"delivery is held back: {found.held_back}")
             so = f"end that transaction: {found.held_back.remedy}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass
@@ -171,6 +172,15 @@ class Reader:
         self.looks = Looks(self.results)
         # What is stored of it.
         self._kept = 0
+        # When the statements in progress were begun.
+        self._running: dict[object, float] = {}
+
+    @property
+    def unanswered(self) -> float:
+        """Seconds for which the server has not answered the pool, or the oldest statement."""
+        now = time.monotonic()
+        waited = max((now - began for began in list(self._running.values())), default=0.0)
+        return max(waited, getattr(self._connections, "silent_for", 0.0))
 
     async def page(
         self,
@@ -257,6 +267,8 @@ class Reader:
     async def results(self, query: Statements, /, **values: Any) -> list[list[Any]]:
         """Run statements on a connection of the pool; return the rows of each."""
         text = self._filled(query)
+        key = object()
+        self._running[key] = time.monotonic()
         try:
             async with (
                 self._connections.connection() as conn,
@@ -271,6 +283,8 @@ class Reader:
         except psycopg.Error as error:
             raise_if_cancelled(error)
             raise translated(error) from error
+        finally:
+            del self._running[key]
 
 
 def translated(error: Exception) -> Exception:

@@ -42,6 +42,12 @@ class OutboxCollector(SourceCollector[Outbox]):
             [((outbox.schema,), float(outbox.wakes.up)) for outbox in sources if outbox.is_open],
         )
         yield gauge(
+            "moored_outbox_unanswered_seconds",
+            "Seconds without an answer to a statement, or to the pool; 0 if nothing waits.",
+            ("schema",),
+            [((each.schema,), each.statistics()["unanswered"]) for each in sources if each.is_open],
+        )
+        yield gauge(
             "moored_outbox_consumer_lag_seconds",
             "Age of the oldest event after a consumer's cursor.",
             ("schema", "consumer"),

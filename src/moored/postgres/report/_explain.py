@@ -77,6 +77,12 @@ def _words(now: Report) -> Words:
             "nothing is broken; the next use opens them, and the slot retains the WAL of later "
             "commits",
         )
+    if health is Health.DEGRADED and now["silence"]:
+        return Words(
+            [now["silence"]],
+            "the connections are kept, and callers keep their timeouts; find out whether the "
+            "server, its machine or the network has stopped",
+        )
     if health is Health.DEGRADED and _short_pools(now) and now["step"] != LOCKING:
         return Words(
             _short_pools(now),

@@ -51,6 +51,7 @@ def report(
         **of.outages.report(),
         "conditions": of.monitor.as_dict()["conditions"],
         "server": _server(manager),
+        "silence": manager.silence,
         **_stream(of, manager, now),
         "slot": _slot(of, manager, now),
         "lock": _lock(of, manager),
@@ -87,6 +88,7 @@ def _stream(of: Stack, manager: Manager, now: float) -> dict[str, Any]:
     """Return the positions and the lag of the stream, and how much was received."""
     client, kept = manager.client, manager.retained
     found: dict[str, Any] = dict.fromkeys(("received", "flushed", "last_seen", "lag"))
+    found["silent"] = None if client is None else client.silent_for
     if client is not None and client.positions is not None:
         # `Positions` holds last bytes; an LSN is the position after one.
         received, flushed = client.positions.received + 1, client.positions.flushed + 1

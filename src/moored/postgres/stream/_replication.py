@@ -35,7 +35,8 @@ __all__ = ["ReceivedTotals", "ReplicationClient"]
 
 log = logging.getLogger("moored.postgres")
 
-#: After so many seconds of silence the server is sent a request for a reply, and has as long again.
+#: Half of the seconds of silence after which the connection is aborted. The server is sent a
+#: request for a reply after a third of them.
 SILENCE = 4.5
 #: The timeout of a command that does not wait for other sessions, in seconds.
 PROMPT = 10.0
@@ -82,6 +83,17 @@ class ReplicationClient:
         self.positions: Positions | None = None
         #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the last byte, if a requested reply is overdue; else 0.0.
+
+        The server also replies late while it reads through a large transaction of other tables.
+        """
+        now, requested_at = self.clock.monotonic(), self._requested_at
+        if self._paused or requested_at is None or now - requested_at < SILENCE / 2:
+            return 0.0
+        return now - self._arrived_at
 
     # -- the connection ------------------------------------------------------------------------
 
@@ -255,8 +267,13 @@ class ReplicationClient:
         """Return the seconds until the next status update, or until the server is overdue."""
         if self._paused:
             return every
-        since = self._arrived_at if self._requested_at is None else self._requested_at
-        return min(every, max(0.0, since + SILENCE - self.clock.monotonic()))
+        return min(every, max(0.0, self._overdue_at() - self.clock.monotonic()))
+
+    def _overdue_at(self) -> float:
+        """Return when to request a reply, or when the requested one is given up."""
+        if self._requested_at is None:
+            return self._arrived_at + SILENCE / 3
+        return self._requested_at + SILENCE * 5 / 3
 
     def _must_request_reply(self, link: ReplicationLink) -> bool:
         """Return whether to request a reply of the server; raise if the last request timed out.
@@ -268,8 +285,7 @@ class ReplicationClient:
             self._arrivals = link.arrivals
             self._note_arrival()
         now = self.clock.monotonic()
-        since = self._requested_at or self._arrived_at
-        if self._paused or now - since < SILENCE or link.has_input:
+        if self._paused or now < self._overdue_at() or link.has_input:
             return False
         if self._requested_at is not None:
             link.cut()

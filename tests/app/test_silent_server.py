@@ -1,0 +1,97 @@
+"""One server that is stopped is told by every link to it: pool, stream, listener and outbox."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from prometheus_client import generate_latest
+from tests.frozen import frozen
+from tests.reservoir.harness import until
+
+from moored.app import App
+from moored.embedded import SyncEmbeddedPostgres
+from moored.service import Config
+
+#: Seconds within which everything here happens, on a busy machine too.
+LIMIT = 60.0
+#: Three times the five seconds within which a silence is told.
+PROMISED = 15.0
+
+
+@pytest.fixture
+def server() -> Iterator[SyncEmbeddedPostgres]:
+    """A server that nothing else uses."""
+    options = {"wal_level": "logical", "autovacuum": "off"}
+    with SyncEmbeddedPostgres(options=options) as server:
+        yield server
+
+
+async def test_every_link_tells_that_the_server_is_silent(
+    server: SyncEmbeddedPostgres, tmp_path: Path
+) -> None:
+    app = App("orders", config=Config())
+    db = app.pool(server.url, name="db", max_size=4)
+    pg = app.postgres(server.url, name="pg", notify_url=server.url, state_dir=tmp_path)
+    stop, answers = asyncio.Event(), 0
+
+    async def call() -> None:
+        nonlocal answers
+        while not stop.is_set():
+            async with db.connection() as conn:
+                await conn.execute("select pg_sleep(0.05)")
+            answers += 1
+
+    async def consume() -> None:
+        async for _ in pg.outbox.consume("test"):
+            pass
+
+    def health(part: str) -> str:
+        assert app.service is not None
+        return app.service.view.parts()[part]
+
+    def sample(name: str) -> float:
+        """Return the largest value of a metric."""
+        assert app.service is not None
+        lines = generate_latest(app.service.registry).decode().splitlines()
+        return max(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+    told: dict[str, Callable[[], object]] = {
+        "db is degraded": lambda: health("db") == "degraded",
+        "pg is degraded": lambda: health("pg") == "degraded",
+        "db explains": lambda: f"{db.reservoir.place} has not answered for" in app.explain("db"),
+        "stream explains": lambda: "the change stream for" in app.explain("pg"),
+        "outbox explains": lambda: "had no answer of the server for" in app.explain("pg"),
+        "listener explains": lambda: "listener degraded" in app.explain("pg"),
+        "db in metrics": lambda: sample("moored_reservoir_silent_seconds"),
+        "stream in metrics": lambda: sample("moored_postgres_silent_seconds"),
+        "pools in metrics": lambda: sample("moored_postgres_pool_silent_seconds"),
+        "outbox in metrics": lambda: sample("moored_outbox_unanswered_seconds") > 2.0,
+        "listener in metrics": lambda: not sample("moored_postgres_listener_up"),
+    }
+    async with app:
+        await app.ready(LIMIT)
+        await pg.outbox.install()
+        async with asyncio.TaskGroup() as group:
+            consumer = group.create_task(consume())
+            for _ in range(6):
+                group.create_task(call())
+            for _ in range(2):
+                before = answers
+                await until(lambda: answers > before + 10, "queries are answered", LIMIT)  # noqa: B023
+                await until(lambda: app.status == "active", "all is well", LIMIT)
+                took: dict[str, float] = {}
+                with frozen(server) as began:
+                    while left := told.keys() - took.keys():
+                        for what in left:
+                            if told[what]():
+                                took[what] = time.monotonic() - began
+                        if time.monotonic() - began > PROMISED:
+                            pytest.fail(f"{left}: {app.explain('db')} {app.explain('pg')}")
+                        await asyncio.sleep(0.05)
+            await until(lambda: app.status == "active", "all is well", LIMIT)
+            stop.set()
+            consumer.cancel()
