@@ -25,6 +25,9 @@ __all__ = ["Page", "Replays"]
 PAGE = 100
 #: Reads at a time, of all tenants: a source has at least one more connection for live events.
 READS = 2
+#: After a read, no other takes its place for as long as it took, and at most for so many seconds:
+#: live events need the event loop and the database, too, and streams that wait share more reads.
+REST = 0.1
 
 
 class Page(NamedTuple):
@@ -95,7 +98,8 @@ class Replays:
             self._running += 1
             read.task = self._tasks.start(self._run(read), name=f"history of {tenant}")
             # Not within the task: one that is cancelled before its first step never runs.
-            read.task.add_done_callback(partial(self._ended, read))
+            loop = asyncio.get_running_loop()
+            read.task.add_done_callback(partial(self._ended, read, loop, loop.time()))
 
     async def _run(self, read: _Read) -> None:
         try:
@@ -108,8 +112,20 @@ class Replays:
             if not read.done.done():
                 read.done.set_exception(error)
 
-    def _ended(self, read: _Read, task: asyncio.Task[None]) -> None:
+    def _ended(
+        self,
+        read: _Read,
+        loop: asyncio.AbstractEventLoop,
+        began: float,
+        task: asyncio.Task[None],
+    ) -> None:
         read.done.cancel()
+        if task.cancelled():
+            self._free()
+        else:
+            loop.call_later(min(loop.time() - began, REST), self._free)
+
+    def _free(self) -> None:
         self._running -= 1
         self._begin()
 
