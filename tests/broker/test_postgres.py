@@ -7,7 +7,7 @@ import contextlib
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import psycopg
 import pytest
 from tests.broker.fleet import Sent, roam
 from tests.broker.serving import ACME, OTHER
+from tests.held import watched_loop
 from tests.servers import empty_database, free_port
 
 from moored.broker import Broker, LiveEvent, LiveStream, StreamReset
@@ -166,6 +167,27 @@ async def changes_of_orders(url: str, state_dir: Path) -> AsyncIterator[Broker]:
         async with Broker(source, channels=["orders"]) as broker, asyncio.timeout(60):
             await broker._begun.wait()
             yield broker
+
+
+async def test_a_transaction_with_many_changes_does_not_hold_the_loop(
+    url: str, tmp_path: Path
+) -> None:
+    rows = scaled(300_000, least=20_000)
+    with psycopg.connect(url, autocommit=True) as conn:
+        conn.execute("create table orders (id int primary key, org_id uuid)")
+    async with (
+        Postgres(url, state_dir=tmp_path) as pg,
+        aclosing(ChangeEvents(pg, "live", ["orders"]).events()) as events,
+    ):
+        await anext(events)
+        async with watched_loop() as held, pg.connection() as other:
+            await other.execute(
+                "insert into orders select n, %s from generate_series(1, %s) n", (ACME, rows)
+            )
+            await other.commit()
+            for _ in range(rows):
+                await anext(events)
+    assert held.longest < 0.15
 
 
 async def test_a_row_that_changes_its_tenant_shows_each_tenant_its_own_row_only(

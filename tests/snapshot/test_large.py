@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tests.held import watched_loop
 from tests.postgres.conftest import MakePostgres, Sql
 
-from moored.kernel import Tasks
 from moored.postgres import Transaction
 from moored.testing import scaled
 
@@ -29,30 +25,6 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-class Held:
-    """The longest CPU time for which no other task of the loop has run."""
-
-    def __init__(self) -> None:
-        self.longest = 0.0
-
-    async def watch(self) -> None:
-        while True:
-            begin = time.thread_time()
-            await asyncio.sleep(0.005)
-            self.longest = max(self.longest, time.thread_time() - begin)
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Let the garbage collector leave out what the tests before have left."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 async def fill(sql: Sql, rows: int, name: str = "'order ' || n") -> None:
     await sql.execute(
         f"truncate orders; insert into orders select n, {name}, n from generate_series(1, {rows}) n"
@@ -65,20 +37,16 @@ async def test_an_update_of_many_rows_does_not_hold_the_loop(
     make: MakePostgres, sql: Sql, kind: str
 ) -> None:
     await fill(sql, MANY)
-    held, tasks, prices = Held(), Tasks(), 0
+    prices = 0
     async with make() as pg, pg.follow("orders", consumer="c", **KINDS[kind]) as follow:
         await copied(follow)
-        with frozen_heap():
-            watching = tasks.start(held.watch())
+        async with watched_loop() as held:
             await sql.execute("update orders set price = 2 * id")
             txn = await item_of(follow)
             assert isinstance(txn, Transaction)
             async for change in txn:
                 if change.new is not None:
                     prices += change.new["price"]
-            await asyncio.sleep(0.02)
-            await tasks.cancel()
-            assert watching.done()
     deleted = 0 if kind != "where" else sum(2 * n for n in range(3, MANY + 1, 3))
     assert prices == MANY * (MANY + 1) - deleted
     assert held.longest < HELD

@@ -162,7 +162,7 @@ class ChangeEvents:
                 if not hasattr(transaction, "ack"):
                     yield SourceGap(transaction.reason)
                     continue
-                for change in transaction:
+                async for change in transaction:  # it may have a million
                     for item in self._items(change):
                         yield item
                 await transaction.ack()

@@ -264,7 +264,9 @@ async def _add_as_they_are_now(
             touched[reader.table.key_of(new, old)] = change, _NEW_KEY
     if not touched:
         return
+    await asyncio.sleep(0)  # each of the steps takes some milliseconds
     current: CurrentRows = await reader.current(txn.xid, list(touched))
+    await asyncio.sleep(0)
     for place, (change, how) in enumerate(touched.values()):
         if (row := current.rows.get(place)) is not None:
             made.message(b"U", row, current.relation)

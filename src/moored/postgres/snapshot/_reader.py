@@ -49,7 +49,7 @@ AT_ONCE = 1000
 #: About how many bytes the rows of a chunk have at most, by the size of so many of its first rows.
 CHUNK_BYTES, SAMPLE = 16 << 20, 100
 #: Keys of one query.
-KEYS_AT_ONCE = 1000
+KEYS_AT_ONCE = 500
 #: How often the writers of a table are looked at, and after how long they are reported, in seconds.
 WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
 #: The first and the longest wait before a chunk is read again after a failure, in seconds.
