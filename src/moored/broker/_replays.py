@@ -1,4 +1,4 @@
-"""Reading the history for many streams: each page once, a few at a time, each tenant in its turn.
+"""Reading the history for many streams: each page once, one at a time, each tenant in its turn.
 
 A deploy makes all clients resume at once. Their reads wait here, and not in the source's pool of
 connections, where live events would wait behind them.
@@ -24,9 +24,10 @@ __all__ = ["Page", "Replays"]
 #: How many events of the history are read at a time.
 PAGE = 100
 #: Reads at a time, of all tenants: a source has at least one more connection for live events.
-READS = 2
-#: After a read, no other takes its place for as long as it took, and at most for so many seconds:
-#: live events need the event loop and the database, too, and streams that wait share more reads.
+READS = 1
+#: After a read, no other takes its place for twice the time that it took, and at most for so many
+#: seconds: live events need the event loop and the database, too, and streams that wait share more
+#: reads.
 REST = 0.1
 
 
@@ -123,7 +124,7 @@ class Replays:
         if task.cancelled():
             self._free()
         else:
-            loop.call_later(min(loop.time() - began, REST), self._free)
+            loop.call_later(min(2 * (loop.time() - began), REST), self._free)
 
     def _free(self) -> None:
         self._running -= 1
