@@ -4,7 +4,8 @@
 flush of the WAL takes 2 ms, as on a disk or with a synchronous standby: events per second that are
 published, each in a transaction of its own, and consumed. NOTIFY holds a lock of the whole server
 during the flush, so that commits follow one after the other; without it, they share a flush.
-`wake_ms_p50_…` is the time from before `publish()` to the consumer, with one publisher.
+`wake_ms_p50_…` is the time from before `publish()` to the consumer, with one publisher; `standby`
+is a replica without the stream, which the one that has it wakes.
 """
 
 from __future__ import annotations
@@ -102,9 +103,9 @@ def gap(report: Report, url: str, events: int, kills: int) -> None:
 def publish(report: Report, url: str, rounds: int) -> None:
     """Compare publishing with an INSERT into a plain table."""
     sides: tuple[tuple[str, Wake, int], ...] = (
-        ("publish_vs_insert", "notify", 1),
-        ("publish_vs_insert_8_writers", "notify", WRITERS),
-        ("publish_for_stream_vs_insert_8_writers", "stream", WRITERS),
+        ("publish_vs_insert", "stream", 1),
+        ("publish_vs_insert_8_writers", "stream", WRITERS),
+        ("publish_for_notify_vs_insert_8_writers", "notify", WRITERS),
         ("publish_for_poll_vs_insert_8_writers", "poll", WRITERS),
     )
     for name, wake, writers in sides:
@@ -117,7 +118,7 @@ def publish(report: Report, url: str, rounds: int) -> None:
             return write_rate(url, INSERT, writers)
 
         report.add(name, paired(ours, plain, rounds))
-    install(url)
+    install(url, "stream")
     rates = [write_rate(url, PUBLISH, WRITERS) for _ in range(rounds)]
     report.add("published_per_s_8_writers", spread(rates, "/s"))
 
@@ -146,8 +147,8 @@ SLOW_FLUSH = {"fsync": "on", "commit_delay": "2000", "commit_siblings": "0"}
 LIMIT = 60.0
 
 
-#: How consumers learn of an event: `wake`, and for the last one, without a table.
-Side = Literal["notify", "stream", "ring"]
+#: How consumers learn of an event: `wake`; in a replica without the stream; without a table.
+Side = Literal["notify", "stream", "standby", "ring"]
 
 
 @asynccontextmanager
@@ -160,11 +161,14 @@ async def woken(url: str, side: Side) -> AsyncIterator[tuple[Outbox, AsyncIterat
             outbox = Outbox(url, listener=listener)
         else:
             state_dir = stack.enter_context(tempfile.TemporaryDirectory())
-            pg = Postgres(url, messages=True, state_dir=state_dir, pool_size=4)
+            pg = Postgres(url, messages=side == "ring", state_dir=state_dir, pool_size=4)
             await pg.open()
             stack.push_async_callback(pg.drop)
             await pg.wait_until_active(LIMIT)
-            outbox = Outbox(pg, wake="stream", table=side == "stream")
+            if side == "standby":
+                pg = Postgres(url, state_dir=f"{state_dir}/standby", pool_size=4)
+                await stack.enter_async_context(pg)
+            outbox = Outbox(pg, table=side != "ring")
         await stack.enter_async_context(outbox)
         payloads = await stack.enter_async_context(aclosing(consumed(outbox)))
         async with asyncio.timeout(LIMIT):

@@ -359,3 +359,29 @@ def prepared_transaction(world: World) -> None:
 def listener_in_transaction(world: World) -> None:
     world.own("listen a", "begin")
     world.run("select pg_notify('a', n || repeat('x', 4000)) from generate_series(1, 70) n")
+
+
+def without_standby(world: World) -> Options:
+    """Let the commits end, as an administrator would; the user would make them notify less."""
+    world.admin.execute("alter system reset synchronous_standby_names")
+    world.admin.execute("select pg_reload_conf()")
+    return {}
+
+
+@planted("notify_lock", "long_transactions", advised=without_standby)
+def commits_that_notify_and_wait_for_each_other(world: World) -> None:
+    """Each waits for a standby that does not exist, and holds the lock meanwhile."""
+    world.configure(synchronous_standby_names="nobody")
+    for number in range(2):
+        statements = (
+            "set synchronous_commit = on",
+            "begin",
+            f"insert into orders values ({number})",
+        )
+        publisher = world.own(*statements, "notify orders")
+        publisher.pgconn.send_query(b"commit")
+    waiting = "select count(*) from pg_locks where locktype = 'object' and not granted"
+    ends = time.monotonic() + 30.0
+    while world.admin.execute(waiting).fetchone() == (0,):
+        assert time.monotonic() < ends
+        time.sleep(0.02)

@@ -18,10 +18,14 @@ def database_url(url: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return url
 
 
-def test_install_prints_what_it_did_and_may_be_repeated(database_url: str, capsys: Output) -> None:
-    for _ in range(2):
-        assert main(["outbox", "install", "--schema", "other"]) == 0
-        assert capsys.readouterr().out == "the outbox in schema other is installed\n"
+def test_install_prints_what_it_did_and_keeps_how_publishers_wake(
+    database_url: str, capsys: Output
+) -> None:
+    chosen = ["--wake", "notify"]
+    for given, found in (([], "stream"), ([], "stream"), (chosen, "notify"), ([], "notify")):
+        assert main(["outbox", "install", "--schema", "other", *given]) == 0
+        text = f"the outbox in schema other is installed, with --wake {found}\n"
+        assert capsys.readouterr().out == text
     with psycopg.connect(database_url) as conn:
         conn.execute("select other.outbox_publish('orders', 'x')")
         conn.execute("drop schema other cascade")

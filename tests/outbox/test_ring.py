@@ -214,6 +214,6 @@ async def test_what_needs_a_table_is_refused(tmp_path: Path) -> None:
     with pytest.raises(PostgresError, match="stores no cursors"):
         Outbox(pg, wake="stream", table=False).consume("search")
     with pytest.raises(ValueError, match='table=False must be True, unless wake="stream"'):
-        Outbox(pg, table=False)
+        Outbox("postgresql://db/app", table=False)
     with pytest.raises(ConfigurationError, match="messages=True"):
         Outbox(Postgres("postgresql://db/app", state_dir=tmp_path), wake="stream", table=False)

@@ -1,4 +1,4 @@
-"""`wake="stream"`: the change stream of a `Postgres` wakes the consumers."""
+"""Wake-ups by the change stream: in the process that has it, and in the others."""
 
 from __future__ import annotations
 
@@ -7,54 +7,136 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from tests.postgres.server import own_server, until
+from tests.postgres.conftest import MakePostgres, make, sql, stream_id, streamed_url
+from tests.postgres.server import following, ids, own_server, published, until
 
-from moored.postgres import ConfigurationError, Outbox, Postgres
+from moored.postgres import Listener, Outbox, Postgres
 from moored.postgres.outbox import _wakes
 
+from .conftest import Sql
 from .reading import LIMIT, next_event
 
+__all__ = ["make", "sql", "stream_id", "streamed_url"]
 
-async def test_the_stream_wakes_consumers_without_a_notification(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+
+@pytest.fixture
+def never_polls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a wake-up lets a consumer read; the poll looks whether one is due, as ever."""
     monkeypatch.setattr(_wakes, "POLL", 3600.0)
-    async with (
-        own_server() as server,
-        Postgres(server.url, messages=True, state_dir=tmp_path, pool_size=4) as pg,
-        await psycopg.AsyncConnection.connect(server.url, autocommit=True) as sql,
-    ):
+    monkeypatch.setattr(_wakes, "POLL_DOWN", 3600.0)
+
+
+async def woken(outbox: Outbox, sql: Sql, count: int = 5) -> None:
+    """Publish events, one after the other, and get each of them."""
+    async with outbox.consume("search", start="now") as events:
+        for number in range(count):
+            waiting = asyncio.ensure_future(next_event(events))
+            await asyncio.sleep(0.05)
+            await outbox.publish(sql, "orders", str(number))
+            event = await waiting
+            assert event.payload == str(number)
+            await event.ack()
+
+
+async def hears(outbox: Outbox, *sources: str) -> None:
+    """Wait until it is woken by these sources."""
+    wakes = outbox.wakes
+    outbox._check_open()  # its first use starts it
+
+    async def up() -> bool:
+        return all(wakes._hears(wakes._sources[each]) for each in sources)
+
+    await until(up)
+
+
+async def test_the_stream_wakes_consumers_without_a_notification_of_the_publisher(
+    make: MakePostgres, sql: Sql, never_polls: None
+) -> None:
+    async with make(notify_url="") as pg:
         await pg.wait_until_active(LIMIT)
-        async with Outbox(pg, wake="stream", install=True) as outbox:
-            await sql.execute("listen moored_outbox")
-
-            async def up() -> bool:
-                return outbox.wakes.up
-
-            await until(up)
-            async with outbox.consume("search") as events:
-                for number in range(5):
-                    waiting = asyncio.ensure_future(next_event(events))
-                    await asyncio.sleep(0.05)
-                    await outbox.publish(sql, "orders", str(number))
-                    event = await waiting
-                    assert event.payload == str(number)
-                    await event.ack()
-            assert outbox.wakes.notified >= 5
-            assert [each async for each in sql.notifies(timeout=0)] == []
+        await pg.outbox.install()
+        assert await pg.outbox.installed_wake() == "stream"
+        await sql.execute("listen moored_outbox")
+        await hears(pg.outbox, "stream")
+        await woken(pg.outbox, sql)
+        # The process with the stream tells the others, and names the transactions.
+        told = [each.payload async for each in sql.notifies(timeout=1.0, stop_after=5)]
+        assert told
+        assert all(each.replace(",", "").isdigit() for each in told)
         assert not pg.statistics()["consumers"], "no WAL is kept for the wake-ups"
 
 
-async def test_an_event_that_the_stream_announces_before_it_is_visible_is_not_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_standby_is_woken_by_the_process_that_has_the_stream(
+    make: MakePostgres, sql: Sql, tmp_path: Path, never_polls: None
 ) -> None:
+    async with make(state_dir=tmp_path / "first") as first:
+        await first.wait_until_active(LIMIT)
+        await first.outbox.install()
+        async with make(state_dir=tmp_path / "second") as second:
+            await hears(second.outbox, "listener")
+            await woken(second.outbox, sql)
+            assert not second.monitor.conditions()["pg_lock_acquired"].met
+
+
+async def test_publishers_that_notify_wake_the_outbox_of_a_postgres_too(
+    make: MakePostgres, sql: Sql, never_polls: None
+) -> None:
+    """As in an installation by an earlier version; installing again leaves it so."""
+    async with make() as pg:
+        await pg.outbox.install(wake="notify")
+        await pg.outbox.install()
+        await hears(pg.outbox, "listener")
+        await woken(pg.outbox, sql)
+        await pg.outbox.status()
+        assert "takes a lock of the whole server" in pg.outbox.explain()
+        assert "--wake stream" in pg.outbox.explain()
+
+
+async def test_a_listener_alone_is_not_trusted_while_publishers_use_the_stream(
+    make: MakePostgres, sql: Sql, streamed_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be no process with a stream: the consumers read every second as well."""
     monkeypatch.setattr(_wakes, "POLL", 3600.0)
+    async with (
+        Listener(streamed_url) as listener,
+        Outbox(streamed_url, listener=listener, retain=None) as outbox,
+    ):
+        await outbox.install(wake="stream")
+        await hears(outbox, "listener")
+        await outbox.status()
+        await woken(outbox, sql, 1)
+        await outbox.install(wake="notify")
+        await outbox.status()
+        assert outbox.wakes.certain is listener
+
+
+async def test_consumers_of_changes_see_nothing_of_wake_ups(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str
+) -> None:
+    async with make() as pg:
+        await pg.outbox.install()
+        every, orders = pg.changes("every"), pg.changes("orders", tables=["orders"])
+        await published(streamed_url, stream_id)
+        await pg.wait_until_active(LIMIT)
+        await pg.outbox.publish(sql, "orders", "1")
+        await sql.execute("select pg_logical_emit_message(true, 'other', 'text')")
+        async with sql.transaction():
+            await pg.outbox.publish(sql, "orders", "2")
+            await sql.execute("insert into orders values (1, 'x')")
+        for changes in (every, orders):
+            txn = await following(changes)
+            assert (ids(txn), len(list(txn))) == ([1], 1)
+
+
+async def test_an_event_that_the_stream_announces_before_it_is_visible_is_not_forgotten(
+    tmp_path: Path, never_polls: None
+) -> None:
     # A commit of the publisher is in the WAL, and waits for a standby that does not exist.
     async with (
         own_server(synchronous_standby_names="nobody", synchronous_commit="local") as server,
-        Postgres(server.url, messages=True, state_dir=tmp_path, pool_size=4) as pg,
+        Postgres(server.url, state_dir=tmp_path, pool_size=4, notify_url="") as pg,
         await psycopg.AsyncConnection.connect(server.url, autocommit=True) as sql,
-        Outbox(pg, wake="stream", install=True) as outbox,
+        Outbox(pg, install=True) as outbox,
         outbox.consume("search") as events,
     ):
         waiting = asyncio.ensure_future(next_event(events))
@@ -77,9 +159,6 @@ async def test_an_event_that_the_stream_announces_before_it_is_visible_is_not_fo
         assert (await waiting).payload == "1"
 
 
-async def test_a_stream_without_messages_is_refused(tmp_path: Path) -> None:
-    pg = Postgres("postgresql://db/app", state_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match=r"use Postgres\(…, messages=True\)"):
-        Outbox(pg, wake="stream")
+async def test_a_pool_has_no_stream() -> None:
     with pytest.raises(ValueError, match=r'must be a Postgres for wake="stream"'):
         Outbox("postgresql://db/app", wake="stream")

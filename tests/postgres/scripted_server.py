@@ -315,7 +315,7 @@ class Server:
         return []
 
     def check_existing(self, session: Session, values: Any) -> list[Any]:
-        return [("t" if self.publication else "f", "f" if self.slot is None else "t", "f", "f")]
+        return [("t" if self.publication else "f", "f" if self.slot is None else "t", "f")]
 
     def tables(self, session: Session, values: Any) -> list[Any]:
         return []

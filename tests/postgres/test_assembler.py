@@ -273,6 +273,22 @@ def test_emitted_messages_of_a_real_server(recorder: Recorder) -> None:
     ]
 
 
+def test_messages_that_are_not_wanted_only_wake_outboxes(recorder: Recorder) -> None:
+    recorder.run("create table t (id int)")
+    slot = recorder.slot()
+    wake = "select pg_logical_emit_message(true, 'moored_outbox', '')"
+    recorder.transaction("insert into t values (1)", wake)
+    recorder.transaction(wake, wake)
+    recorder.run("select pg_logical_emit_message(false, 'moored_outbox', '')")
+    recorder.run("select pg_logical_emit_message(true, 'other', 'text')")
+    found = feed_all(recorder.peek(slot, messages="true"), Assembler(messages=False))
+    assert [(each.wakes, each.body.count, each.only_messages) for each in found] == [
+        ({"moored_outbox"}, 1, False),
+        ({"moored_outbox"}, 0, True),
+        (frozenset(), 0, True),
+    ]
+
+
 def test_a_prepared_transaction_is_sent_whole_after_its_second_phase() -> None:
     options = {"max_prepared_transactions": "10"}
     with SyncEmbeddedPostgres(options=options) as server, Recorder.on(server.url) as recorder:

@@ -119,6 +119,7 @@ async def test_a_local_log_can_replace_the_hub(
             totals=ReceivedTotals(),
             types=Types(),
             describe_types=mock.AsyncMock(),
+            published=lambda transaction: None,
         )
         running = asyncio.create_task(client.run())
         await asyncio.wait_for(ready.wait(), LIMIT)

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moored.kernel import MooredError, counted, describe, duration
-from moored.postgres.outbox import Outbox, OutboxStatus, ddl, grants
+from moored.postgres.outbox import Outbox, OutboxStatus, Wake, ddl, grants
 from moored.postgres.server import pool_by
 
 from ._client import CommandFailed
@@ -48,13 +48,10 @@ DatabaseUrl = Annotated[
     typer.Option("--database-url", envvar="DATABASE_URL", help="The database, as a URL."),
 ]
 Schema = Annotated[str, typer.Option("--schema", help="The schema of the outbox.")]
-WakeBy = Annotated[
-    WakeChoice,
-    typer.Option(
-        "--wake",
-        help="How publishers wake consumers: by NOTIFY, by the change stream, or not (poll).",
-    ),
-]
+_WAKE_HELP = (
+    "How publishers wake consumers: by the change stream of a Postgres, by NOTIFY, or not (poll)"
+)
+WakeBy = Annotated[WakeChoice, typer.Option("--wake", help=f"{_WAKE_HELP}.")]
 Roles = Annotated[
     list[str] | None,
     typer.Option("--grant", metavar="ROLE", help="A role that may publish and consume; repeat it."),
@@ -68,21 +65,32 @@ Table = Annotated[
 def install(
     database_url: DatabaseUrl,
     schema: Schema = "moored",
-    wake: WakeBy = WakeChoice.NOTIFY,
+    wake: Annotated[
+        WakeChoice | None,
+        typer.Option(
+            "--wake",
+            help=f"{_WAKE_HELP}; by default as it is installed, and stream in a new outbox.",
+        ),
+    ] = None,
     grant: Roles = None,
     as_json: Json = False,
 ) -> int:
     """Create the tables and functions of an outbox, or bring older ones up to date.
 
-    Running it again changes nothing. Example:
+    Running it again changes nothing. For services that have a pool and no Postgres, use
+    --wake notify. Example:
 
         moored outbox install --database-url postgresql://owner@db/app --grant app
     """
-    _with_outbox(
-        database_url, schema, lambda outbox: outbox.install(wake=wake.value, roles=grant or ())
-    )
-    text = f"the outbox in schema {schema} is installed"
-    show({"installed": schema}, as_json, lambda out: out.print(Text(text)))
+
+    async def work(outbox: Outbox) -> Wake:
+        by = wake.value if wake is not None else await outbox.installed_wake() or "stream"
+        await outbox.install(wake=by, roles=grant or ())
+        return by
+
+    by = _with_outbox(database_url, schema, work)
+    text = f"the outbox in schema {schema} is installed, with --wake {by}"
+    show({"installed": schema, "wake": by}, as_json, lambda out: out.print(Text(text)))
     return 0
 
 
@@ -109,7 +117,7 @@ def upgrade(database_url: DatabaseUrl, schema: Schema = "moored", as_json: Json 
 @app.command("sql")
 def sql_(
     schema: Schema = "moored",
-    wake: WakeBy = WakeChoice.NOTIFY,
+    wake: WakeBy = WakeChoice.STREAM,
     grant: Roles = None,
     as_json: Json = False,
 ) -> int:

@@ -184,6 +184,8 @@ class Postgres:
         self._hub = stack.hub
         self._saved_copies = SavedCopies(stack.store)
         self.machine, self.monitor = stack.machine, stack.monitor
+        #: The transactions that have published to an outbox, as the stream shows them.
+        self.published = stack.published
         #: The last events, the oldest first.
         self.last_events = stack.events.last
         self._meters: WeakSet[CopyMeter] = WeakSet()

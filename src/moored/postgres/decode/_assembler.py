@@ -32,7 +32,8 @@ class Assembler:
 
     :param new_body: creates the store for the messages of a transaction.
     :param types: the types of the database; the `unknown_types` must be added before a row is read.
-    :param messages: keep the messages of pg_logical_emit_message(), except `SCHEMA_SIGNAL`.
+    :param messages: keep the messages of pg_logical_emit_message(), except `SCHEMA_SIGNAL`. Without
+        it, they only wake the readers of outboxes.
     """
 
     def __init__(
@@ -43,10 +44,10 @@ class Assembler:
         messages: bool = True,
     ) -> None:
         self._new_body = new_body
-        self._messages = messages
         #: Whether a message has reported a change of the schema; to be cleared by the caller.
         self.schema_changed = False
         self._types = types
+        self._messages = messages
         #: The types of tables that `types` did not know when the tables were described.
         self.unknown_types: set[int] = set()
         # Replaced, never changed in place: transactions refer to it.
@@ -142,14 +143,8 @@ class Assembler:
             self._relations = {**self._relations, message.oid: message}
             if self._now is not None:
                 self._now.body.describe(message)
-        elif isinstance(message, LogicalMessage) and message.prefix == SCHEMA_SIGNAL:
-            self.schema_changed = True
-        elif isinstance(message, LogicalMessage) and not self._messages:
-            return None  # only those of the trigger were wanted
-        elif isinstance(message, LogicalMessage) and (
-            self._now is None or not message.transactional
-        ):
-            return self._alone(message, data)
+        elif isinstance(message, LogicalMessage):
+            return self._feed_message(message, data)
         elif isinstance(message, Origin):
             self._current("an origin").origin = message.name
         elif message is not None:
@@ -157,6 +152,21 @@ class Assembler:
             body.append(data)
             if isinstance(message, TruncateMessage):  # one change for each table
                 body.count += len(message.oids) - 1
+        return None
+
+    def _feed_message(self, message: LogicalMessage, data: bytes) -> Committed | None:
+        now = self._now
+        if now is not None and message.wakes:
+            now.wakes |= {message.prefix}
+        signal = message.prefix == SCHEMA_SIGNAL
+        self.schema_changed |= signal
+        if signal or not self._messages:
+            if now is not None:
+                now.left_out = True
+            return None
+        if now is None or not message.transactional:
+            return self._alone(message, data)
+        now.body.append(data)
         return None
 
     def _current(self, what: str) -> Committed:

@@ -54,6 +54,10 @@ class TruncateMessage(NamedTuple):
     restart_identity: bool
 
 
+#: What the prefix of a message ends with by which a publisher wakes the readers of its outbox.
+WAKES = "_outbox"
+
+
 class LogicalMessage(NamedTuple):
     """A message of pg_logical_emit_message()."""
 
@@ -61,6 +65,11 @@ class LogicalMessage(NamedTuple):
     lsn: Lsn
     prefix: str
     content: bytes
+
+    @property
+    def wakes(self) -> bool:
+        """Whether it wakes the readers of an outbox, and says nothing else."""
+        return self.transactional and not self.content and self.prefix.endswith(WAKES)
 
 
 #: None for the name of a type, which is not used.

@@ -42,12 +42,21 @@ class Committed:
     time: int = 0
     #: The replication origin, if it was replicated from another server.
     origin: str | None = None
+    #: The channels of outboxes to which it has published.
+    wakes: frozenset[str] = frozenset()
+    #: Whether it had messages that were not kept.
+    left_out: bool = False
     _found: _Counts | None = None
 
     @property
     def commit_time(self) -> datetime:
         """The time of the commit, by the server's clock."""
         return time_of(self.time)
+
+    @property
+    def only_messages(self) -> bool:
+        """Whether it has nothing for consumers, because its messages were not kept."""
+        return self.left_out and not self.body.count
 
     def known(self) -> Mapping[int, Relation]:
         """Return the descriptions of tables at its end."""

@@ -101,3 +101,17 @@ class NotifyQueue(Check):
     problem = "{percent} % of the notification queue is in use: a listener does not read"
     statements = ("{statement}",)
     advice = "the server's log names that listener, when half of the queue is in use"
+
+
+class NotifyLock(Check):
+    """Commits that wait for the lock of NOTIFY, of which the whole server has one."""
+
+    severity = Severity.WARNS
+    query = """SELECT count(*) AS waiting FROM pg_locks
+      WHERE locktype = 'object' AND database = 0 AND classid = 'pg_database'::regclass
+        AND objid = 0 AND NOT granted HAVING count(*) > 0"""
+    problem = "{waiting} commits with a NOTIFY wait for each other: they are written one by one"
+    advice = (
+        "if they publish to an outbox, and a service has a Postgres on this database, run `moored "
+        "outbox install --wake stream`; otherwise send fewer notifications"
+    )

@@ -33,6 +33,7 @@ from ..consume import Publisher, _backpressure, shortened
 from ..report import CONDITIONS, LOCKING, Health, lock_words
 from ..server import _admin, diagnose
 from ..stream import ReplicationClient
+from ._forward import forward
 from ._manager_core import Act, Action, Actions, Role, Timer
 from ._parts import Parts
 from ._pools import ManagedPool, PoolStatus, pool_sizes
@@ -155,6 +156,7 @@ class Manager:
                 # Only the instance with the lock may change the publication, or drop consumers.
                 await self._parts.stop("publish")
                 await self._parts.stop("watch")
+                await self._parts.stop("wake")
                 await self._stop_client()
             case Act.START_POOL:
                 await self._start_pool(Role(action.name))
@@ -166,6 +168,7 @@ class Manager:
                 self.client.start_streaming()
                 failed = self._core.subsystem_failed
                 await self._parts.start("watch", self._watch)
+                await self._parts.start("wake", partial(forward, self._stack))
                 await self._parts.start("publish", self._keep_published, failed)
             case Act.SET:
                 self._monitor.set(action.name, detail=action.detail or None)
@@ -235,6 +238,7 @@ class Manager:
             totals=self._stack.totals,
             types=self._stack.types,
             describe_types=self._describe_types,
+            published=self._stack.published.add,
         )
         await self._parts.own("replication", self.client.run, self._core.client_failed, post)
 

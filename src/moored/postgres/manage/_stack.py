@@ -15,7 +15,7 @@ from ..consume import Hub, Integrity, StateStore, StoredState, stored
 from ..decode import Types
 from ..report import CHART, CONDITIONS, Outages, StackEvents, Status, status_of
 from ..server import Resolver, connect
-from ..stream import ReceivedTotals
+from ..stream import Published, ReceivedTotals
 from ._manager_core import ManagerCore
 
 __all__ = ["Stack"]
@@ -57,6 +57,7 @@ class Stack:
         self.outages = Outages(clock)
         self.resolver = Resolver(timeout=settings.connect_timeout)
         self.totals = ReceivedTotals()
+        self.published = Published()
         self.types = Types()
 
     @classmethod

@@ -25,7 +25,7 @@ from moored.kernel import (
     unmet,
 )
 
-from .._errors import PostgresError
+from .._errors import ConfigurationError, PostgresError
 from ..consume import Reset
 from ..report import explained
 from ..server import pool_by
@@ -36,9 +36,9 @@ from ._ddl import Wake
 from ._publish import check_schema, message_prefix, publish
 from ._reader import OutboxEvent, PsycopgPool, Reader
 from ._ring import StreamRing
-from ._status import OutboxStatus, read_status
+from ._status import OutboxStatus, installed_wake, read_status
 from ._stream_wakes import StreamWakes
-from ._upgrade import build_indexes, installed_wake
+from ._upgrade import build_indexes
 from ._wakes import Wakes, WakeSource
 
 log = logging.getLogger("moored.postgres")
@@ -84,16 +84,18 @@ class Outbox:
     :param source: a pool of psycopg connections (of `moored.reservoir` or psycopg_pool), a
         `Postgres`, whose outboxes have a small pool of their own, or a URL; it may lead to a pooler
         in transaction mode.
-    :param listener: a `Listener`, whose notifications wake the consumers. Without one, and while
-        it is down, consumers read every second, otherwise every 30 s as well.
-    :param wake: how consumers learn of new events. "notify": by NOTIFY, if there is a `listener`;
-        it takes a lock of the whole server at each commit. "stream": by messages in the change
-        stream of the `source`, a `Postgres(…, messages=True)`, for thousands of commits a second.
-        "poll": they read every second. It must be the `wake` with which the outbox was installed.
-    :param table: False for an outbox without a table, with `wake="stream"`: events are messages in
-        the WAL, need no installation, and the last ones are kept in the memory of each process, so
-        that `read()` and `tail()` give a `reset` for an older cursor. There is no `consume()`: use
-        `Postgres.changes()`. Each process needs a stream of its own (`stream_id`).
+    :param listener: a `Listener`, whose notifications wake the consumers; by default that of the
+        `Postgres`. Whatever wakes them, consumers read every second as well; every 30 s while a
+        listener is up and publishers wake by NOTIFY.
+    :param wake: how publishers wake consumers in an outbox that is installed by this object.
+        "stream", the default for a `Postgres`: by messages in its change stream; the process that
+        has the stream notifies the others. "notify", the default otherwise: by NOTIFY, which takes
+        a lock of the whole server at each commit. "poll": not at all. Consumers hear what there is
+        to hear, however the outbox was installed.
+    :param table: False for an outbox without a table, of a `Postgres(…, messages=True)`: events are
+        messages in the WAL, need no installation, and the last ones are kept in the memory of each
+        process, so that `read()` and `tail()` give a `reset` for an older cursor. There is no
+        `consume()`: use `Postgres.changes()`. Each process needs a stream of its own (`stream_id`).
     :param ring: the number of events that an outbox without a table keeps, of 64 MB at most.
     :param schema: where the tables are.
     :param install: run `install()` at the start; otherwise `moored outbox install` has run before.
@@ -110,7 +112,7 @@ class Outbox:
         source: str | PsycopgPool,
         *,
         listener: WakeSource | None = None,
-        wake: Wake = "notify",
+        wake: Wake | None = None,
         table: bool = True,
         ring: int = 10_000,
         schema: str = "moored",
@@ -123,6 +125,7 @@ class Outbox:
         recorder: Recorder | None = None,
     ) -> None:
         streams = hasattr(source, "changes")
+        wake = wake or ("stream" if streams else "notify")
         refuse(
             "Outbox",
             unmet(
@@ -154,11 +157,15 @@ class Outbox:
         self.wake = wake
         self.table = table
         channel = _ddl.wake_channel(self.schema) if table else message_prefix(self.schema)
-        if wake == "stream":
-            pg = cast(Any, source)
-            listener = StreamWakes(pg) if table else StreamRing(pg, channel, ring)
-        self._listener = listener
-        self.wakes = Wakes(listener, channel)
+        self._ring = None if table else StreamRing(cast(Any, source), channel, ring)
+        self._listener = listener or getattr(source, "listener", None)
+        sources: dict[str, WakeSource] = {}
+        if streams:
+            sources["stream"] = self._ring or StreamWakes(cast(Any, source))
+        if table and self._listener is not None:
+            sources["listener"] = self._listener
+        self.wakes = Wakes(sources, channel)
+        self.wakes.certain = self._ring
         self._clock = clock
         self._recorder = recorder
         self._own = None
@@ -167,7 +174,7 @@ class Outbox:
         elif streams:
             source = cast(PsycopgPool, cast(Any, source).outbox_pool)
         self._reader = Reader(source, self.schema)
-        self._pages = listener if isinstance(listener, StreamRing) else self._reader
+        self._pages = self._ring or self._reader
         self._consumers: WeakSet[OutboxConsumer] = WeakSet()
         self._supervisor: Supervisor | None = None
         self._stack = AsyncExitStack()
@@ -202,9 +209,7 @@ class Outbox:
         return Supervisor.child("outbox", children=self._children())
 
     def _children(self) -> list[Child]:
-        children = [Child("poll", self.wakes.poll)]
-        if self._listener is not None:
-            children.append(Child("listen", self.wakes.listen))
+        children = self.wakes.children()
         if self.table:
             children.append(Child("watch", self._watch))
         if self.table and self.retain is not None:
@@ -354,12 +359,18 @@ class Outbox:
         wait behind it. In a large older outbox run `upgrade()` instead, which blocks none of them
         while it builds the indexes.
 
-        :param wake: another way to wake consumers than that of this object.
+        :param wake: how publishers wake consumers; by default as it is installed, or for a new
+            outbox as this object says.
         :param roles: roles that may publish, consume and run the upkeep.
         """
+        wake = wake or await self.installed_wake() or self.wake
         grants = [_ddl.grants(role, self.schema) for role in roles]
-        ddl = _ddl.ddl(self.schema, wake=wake or self.wake)
+        ddl = _ddl.ddl(self.schema, wake=wake)
         await self._reader.change(sql.SQL("".join([ddl, *grants])))
+
+    async def installed_wake(self) -> Wake | None:
+        """Query how publishers wake consumers; None if there is no outbox in the schema."""
+        return await installed_wake(self._reader)
 
     async def capture(
         self, table: str, *, channel: str | None = None, tenant_column: str | None = None
@@ -383,10 +394,13 @@ class Outbox:
 
         :param report: is given a line of text at each step.
         """
-        wake = await installed_wake(self._reader)
+        if await self.installed_wake() is None:
+            raise ConfigurationError(
+                "the outbox is not installed in this database: run `moored outbox install`"
+            )
         await build_indexes(self._reader, report)
         report(f"converting the tables and functions in schema {self.schema}")
-        await self.install(wake=wake)
+        await self.install()
 
     async def _run_ddl(self, text: str) -> None:
         await self._reader.run(sql.SQL(text))
@@ -406,8 +420,9 @@ class Outbox:
 
     async def status(self) -> OutboxStatus:
         """Query the size, the age, what holds delivery back, and how far consumers are behind."""
-        self.last_status = await read_status(self._reader, show_queries=self._show_queries)
-        return self.last_status
+        self.last_status = found = await read_status(self._reader, show_queries=self._show_queries)
+        self.wakes.certain = self._listener if found.wake == "notify" else None
+        return found
 
     def statistics(self) -> dict[str, Any]:
         """Return the state as plain data, as of the last query of it."""
@@ -425,9 +440,13 @@ class Outbox:
         found = self.last_status
         unknown = "its state is not known" if self.table else "without a table"
         head = unknown if found is None else str(found)
-        how = f"at each wake-up by {self.wake}" if self.wakes.up else "every second"
+        installed = self.wake if found is None else found.wake
+        how = f"at each wake-up by {installed}" if self.wakes.up else "every second"
         because = [f"its consumers read {how}"]
         so = "there is nothing to do"
+        if installed == "notify" and self.wake == "stream":
+            because.append("each publishing commit takes a lock of the whole server, for NOTIFY")
+            so = "when every process runs this version, run `moored outbox install --wake stream`"
         if (waited := self._reader.unanswered) > UNANSWERED:
             because.append(f"it has had no answer of the server for {duration(waited)}")
             so = "find out whether the server answers, and whether the pool has a connection for it"

@@ -10,11 +10,12 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from .._errors import PostgresError
+from .._errors import ConfigurationError, PostgresError
 from .._lsn import Lsn
 from .._position import History
 from ..consume import Reset, Transaction
@@ -40,6 +41,11 @@ class StreamRing(StreamWakes):
 
     def __init__(self, pg: Postgres, prefix: str, limit: int) -> None:
         super().__init__(pg)
+        if not pg.settings.messages:
+            raise ConfigurationError(
+                "an outbox without a table needs the messages of the stream: use "
+                "Postgres(…, messages=True)"
+            )
         self._reader = Reader(pg.outbox_pool, prefix)
         self._prefix = prefix
         self._limit = limit
@@ -53,7 +59,18 @@ class StreamRing(StreamWakes):
 
     # -- the stream ----------------------------------------------------------------------------
 
-    async def _woken(self, name: str, channel: str) -> AsyncGenerator[object, None]:
+    @asynccontextmanager
+    async def subscribe(self, channel: str) -> AsyncIterator[AsyncIterator[object]]:
+        """Follow the stream as a consumer, which is dropped at the end, so that no WAL is kept."""
+        name = f"wake-ups of {channel}"
+        try:
+            async with aclosing(self._woken(name)) as events:
+                yield events
+        finally:
+            if self._pg.is_open:
+                await self._pg.drop_consumer(name)
+
+    async def _woken(self, name: str) -> AsyncGenerator[object, None]:
         async with self._pg.changes(name) as changes:
             await self._begin()
             async for txn in changes:

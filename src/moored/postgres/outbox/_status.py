@@ -8,6 +8,7 @@ from moored.kernel import counted, duration
 
 from ..server._admin import without_literals
 from ._cursor import Cursor
+from ._ddl import Wake
 from ._reader import Reader
 
 _SIZE = """
@@ -37,6 +38,17 @@ select c.consumer, c.cursor, extract(epoch from clock_timestamp() - c.stored)::f
         order by o.id limit 1
     ), 0)
 from {schema}.outbox_cursors c order by c.consumer
+"""
+
+
+#: How publishers wake consumers; no row without an outbox.
+_WAKE = """
+select case when t.oid is null then 'poll' when p.prosrc like '%pg_logical_emit_message%'
+    then 'stream' else 'notify' end
+from pg_class c
+left join pg_trigger t on t.tgrelid = c.oid and t.tgname = 'outbox_wake' and t.tgenabled <> 'D'
+left join pg_proc p on p.oid = t.tgfoid
+where c.oid = to_regclass({outbox})
 """
 
 
@@ -97,6 +109,8 @@ class OutboxStatus(NamedTuple):
     oldest: float | None
     held_back: HeldBack | None
     consumers: tuple[ConsumerLag, ...]
+    #: How publishers wake consumers, as it is installed: "notify", "stream" or "poll".
+    wake: str = "notify"
 
     def plain(self) -> dict[str, Any]:
         """Return it in types that JSON can represent."""
@@ -118,7 +132,14 @@ async def read_status(reader: Reader, *, show_queries: bool) -> OutboxStatus:
         ConsumerLag(name, Cursor.parse(cursor), stored, lag)
         for name, cursor, stored, lag in await reader.run(_CONSUMERS)
     )
-    return OutboxStatus(size, partitions, oldest, held, consumers)
+    wake = await installed_wake(reader) or "poll"
+    return OutboxStatus(size, partitions, oldest, held, consumers, wake)
+
+
+async def installed_wake(reader: Reader) -> Wake | None:
+    """Return how publishers wake consumers; None if there is no outbox."""
+    rows = await reader.run(_WAKE)
+    return rows[0][0] if rows else None
 
 
 async def _held_back(reader: Reader, *, show_queries: bool) -> HeldBack | None:

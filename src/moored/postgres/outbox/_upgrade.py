@@ -8,8 +8,6 @@ from psycopg import sql
 
 from moored.kernel import counted
 
-from .._errors import ConfigurationError
-from ._ddl import Wake
 from ._reader import Reader
 
 #: The indexes of an outbox, and what they are on.
@@ -17,13 +15,6 @@ _INDEXES = (
     ("outbox_by_id", "(id)"),
     ("outbox_by_tenant", "(tenant, id) where tenant is not null"),
 )
-_INSTALLED = """
-select to_regclass({outbox}) is not null, (
-    select case when p.prosrc like '%pg_notify%' then 'notify' else 'stream' end
-    from pg_trigger t join pg_proc p on p.oid = t.tgfoid
-    where t.tgrelid = to_regclass({outbox}) and t.tgname = 'outbox_wake'
-)
-"""
 # An index of the parent is on all partitions, so it cannot be built concurrently. It begins empty,
 # and is valid once each partition has one of its own that belongs to it.
 _NEXT = """
@@ -47,17 +38,6 @@ _PARENT = "create index {name} on only {schema}.outbox {on}"
 _DROP = "drop index concurrently {schema}.{child}"
 _BUILD = "create index concurrently {child} on {schema}.{part} {on}"
 _ATTACH = "alter index {schema}.{name} attach partition {schema}.{child}"
-
-
-async def installed_wake(reader: Reader) -> Wake:
-    """Return how the publishers of an installed outbox wake consumers."""
-    ((installed, wake),) = await reader.run(_INSTALLED)
-    if not installed:
-        raise ConfigurationError(
-            "the outbox is not installed in this database: run `moored outbox install`"
-        )
-    found: Wake = wake or "poll"
-    return found
 
 
 async def build_indexes(reader: Reader, report: Callable[[str], object]) -> None:

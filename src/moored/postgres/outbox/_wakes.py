@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
+from functools import partial
 from typing import Any, Protocol
 
-from moored.kernel import Backoff, Clock, Context, describe
+from moored.kernel import Backoff, Child, Clock, Context, describe
 
 from ._cursor import OutboxState, sees
 
 log = logging.getLogger("moored.postgres")
 
-#: Seconds between reads while notifications arrive, and while there is no listener, or it is down.
+#: Seconds between reads while each publisher's own notification arrives, and otherwise. The stream
+#: may lag behind, or the process that has it may be frozen.
 POLL, POLL_DOWN = 30.0, 1.0
 #: Announced transactions that are remembered while no consumer reads.
 ANNOUNCED = 1000
@@ -35,12 +37,17 @@ class WakeSource(Protocol):
 
 
 class Wakes:
-    """Wakes all consumers of an outbox, at each notification and at each poll."""
+    """Wakes all consumers of an outbox, at each notification and at each poll.
 
-    def __init__(self, source: WakeSource | None, channel: str) -> None:
-        self._source = source
+    :param sources: where wake-ups come from, by name: "stream", "listener".
+    """
+
+    def __init__(self, sources: Mapping[str, WakeSource], channel: str) -> None:
+        self._sources = sources
         self._channel = channel
-        self._subscribed = False
+        self._subscribed: set[WakeSource] = set()
+        #: The source that never misses an event while it is up; None if there is none, or unknown.
+        self.certain: WakeSource | None = None
         self._next = asyncio.Event()
         self._last = 0.0
         # The last transactions that the stream has announced, without their epochs, until a reader
@@ -52,7 +59,15 @@ class Wakes:
     @property
     def up(self) -> bool:
         """Whether notifications arrive; otherwise consumers read every second."""
-        return self._subscribed and self._source is not None and self._source.up
+        return any(map(self._hears, self._sources.values()))
+
+    def children(self) -> list[Child]:
+        """Return what wakes the consumers, as children of a supervisor."""
+        listening = [Child(name, partial(self.listen, name)) for name in self._sources]
+        return [Child("poll", self.poll), *listening]
+
+    def _hears(self, source: WakeSource | None) -> bool:
+        return source in self._subscribed and source is not None and source.up
 
     def next(self) -> asyncio.Event:
         """Return an event that is set at the next wake-up; take it before a read, not after."""
@@ -90,18 +105,25 @@ class Wakes:
         else:
             self._announced.clear()
 
-    async def listen(self, ctx: Context) -> None:
-        """Wake the consumers at each notification, until the subscription ends."""
+    async def listen(self, name: str, ctx: Context) -> None:
+        """Wake the consumers at each notification of a source, until the subscription ends."""
         ctx.started()
-        level = logging.WARNING
-        while self._source is not None:
+        source, level = self._sources[name], logging.WARNING
+        while True:
             try:
-                async with self._source.subscribe(self._channel) as events:
-                    self._subscribed, level = True, logging.WARNING
+                async with source.subscribe(self._channel) as events:
+                    self._subscribed.add(source)
+                    level = logging.WARNING
                     # A notification before the subscription is lost.
                     self.wake()
                     async for item in events:
-                        self._announce(item)
+                        if forwarded := _transactions(item):
+                            if self._hears(self._sources.get("stream")):
+                                continue  # it was sent by this process
+                            for xid in forwarded:
+                                self._announce(xid)
+                        elif not hasattr(item, "payload"):  # a gap, and no notification
+                            self._announce(item)
                         self.notified += 1
                         self.wake()
             except Exception as error:
@@ -109,14 +131,20 @@ class Wakes:
                 log.log(level, text, describe(error))
                 level = logging.DEBUG
             finally:
-                self._subscribed = False
+                self._subscribed.discard(source)
             await asyncio.sleep(POLL_DOWN)
-        await asyncio.Event().wait()
 
     async def poll(self, ctx: Context) -> None:
-        """Wake the consumers by the clock; checks once a second whether notifications arrive."""
+        """Wake the consumers by the clock; checks once a second whether that is needed."""
         ctx.started()
         while True:
             await asyncio.sleep(POLL_DOWN)
-            if Clock.current().monotonic() - self._last >= (POLL if self.up else POLL_DOWN):
+            every = POLL if self._hears(self.certain) else POLL_DOWN
+            if Clock.current().monotonic() - self._last >= every:
                 self.wake()
+
+
+def _transactions(item: object) -> list[int]:
+    """Return the transactions that a notification of the process with the stream names."""
+    payload = getattr(item, "payload", "")
+    return [int(xid) for xid in payload.split(",")] if payload[:1].isdigit() else []

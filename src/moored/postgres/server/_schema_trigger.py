@@ -1,14 +1,14 @@
 """The optional event trigger that reports changes of the schema in the stream.
 
 Event triggers belong to superusers, so Moored never creates one: an administrator reads the
-statements, and runs them. A stream that finds the trigger receives its messages.
+statements, and runs them.
 """
 
 from __future__ import annotations
 
 from ..decode import SCHEMA_SIGNAL
 
-__all__ = ["DROP_SCHEMA_TRIGGER", "SCHEMA_TRIGGER", "TRIGGER_EXISTS"]
+__all__ = ["DROP_SCHEMA_TRIGGER", "SCHEMA_TRIGGER"]
 
 #: The statements that create the trigger. It writes about 100 bytes of WAL for each statement that
 #: defines a table or a publication, and can make none of these fail.
@@ -31,8 +31,3 @@ DROP_SCHEMA_TRIGGER = """\
 DROP EVENT TRIGGER IF EXISTS moored_schema_changed;
 DROP FUNCTION IF EXISTS moored.schema_changed();
 """
-#: Whether the trigger exists, as SQL.
-TRIGGER_EXISTS = (
-    "EXISTS (SELECT 1 FROM pg_catalog.pg_event_trigger "
-    "WHERE evtname = 'moored_schema_changed' AND evtenabled <> 'D')"
-)

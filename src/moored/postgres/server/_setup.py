@@ -20,7 +20,6 @@ from typing import Any
 from .._errors import ConfigurationError, DecodeError, PostgresError
 from .._lsn import Lsn
 from .._settings import Settings
-from ._schema_trigger import TRIGGER_EXISTS
 
 __all__ = ["Findings", "Setup", "Step", "quoted"]
 
@@ -80,8 +79,6 @@ class Findings:
     backend_pid: int = 0
     #: Seconds after which the server drops a client that sends nothing.
     wal_sender_timeout: float = 0.0
-    #: Whether changes of the schema are reported in the stream.
-    schema_trigger: bool = False
     #: Whether this setup has created the publication, and the slot.
     publication_created: bool = False
     slot_created: bool = False
@@ -161,8 +158,7 @@ class Setup:
             f"WHERE pubname = {literal(publication)}), "
             "EXISTS (SELECT 1 FROM pg_catalog.pg_replication_slots "
             # A temporary slot of the last connection may vanish at any moment.
-            f"WHERE slot_name = {literal(slot)} AND NOT temporary), pg_is_in_recovery(), "
-            + TRIGGER_EXISTS
+            f"WHERE slot_name = {literal(slot)} AND NOT temporary), pg_is_in_recovery()"
         )
 
     def _create_slot(self) -> str:
@@ -195,7 +191,7 @@ class Setup:
         ]
         if settings.binary and modern:
             options.append(("binary", "true"))
-        if (settings.messages or self.findings.schema_trigger) and modern:
+        if modern:  # without `messages`, they wake outboxes, and report changes of the schema
             options.append(("messages", "true"))
         listed = ", ".join(f"{name} {literal(value)}" for name, value in options)
         return f"START_REPLICATION SLOT {quoted(settings.slot_name)} LOGICAL 0/0 ({listed})"
@@ -221,9 +217,8 @@ class Setup:
                 found.version, found.backend_pid = int(row[0]), int(row[1])
                 found.wal_sender_timeout = int(row[2]) / 1000
             case Step.CHECK_EXISTING:
-                answers = [value in (True, "t") for value in _one(rows, 4)]
-                self._publication_exists, self._slot_exists, standby, trigger = answers
-                found.schema_trigger = trigger
+                answers = [value in (True, "t") for value in _one(rows, 3)]
+                self._publication_exists, self._slot_exists, standby = answers
                 if standby and not self._settings.manual_publication:
                     raise StandbyServer("the server is a standby: it is in recovery, and read-only")
                 if self._settings.manual_publication and not self._publication_exists:

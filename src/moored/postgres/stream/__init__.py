@@ -2,11 +2,13 @@
 
 from ._collector import LogCollector
 from ._link import KEEPALIVES
+from ._published import Published
 from ._replication import ReceivedTotals, ReplicationClient
 
 __all__ = [
     "KEEPALIVES",
     "LogCollector",
+    "Published",
     "ReceivedTotals",
     "ReplicationClient",
 ]

@@ -24,7 +24,16 @@ from moored.kernel import Clock
 from .._errors import StreamEnded
 from .._position import History
 from .._settings import Settings
-from ..decode import KEEPALIVE, Assembler, Body, Committed, Shelf, Types, read_keepalive
+from ..decode import (
+    KEEPALIVE,
+    Assembler,
+    Body,
+    Committed,
+    PrimaryKeepalive,
+    Shelf,
+    Types,
+    read_keepalive,
+)
 from ..server import Setup, Step
 from ._collector import LogCollector
 from ._lag import Lag
@@ -70,6 +79,8 @@ class ReplicationClient:
     types: Types
     #: Adds types to `types`.
     describe_types: Callable[[Collection[int]], Awaitable[None]]
+    #: Called with each transaction that has published to an outbox.
+    published: Callable[[Committed], None]
 
     def __post_init__(self) -> None:
         self.setup = Setup(self.settings)
@@ -81,6 +92,8 @@ class ReplicationClient:
         self._requested_at: float | None = None
         self._paused = False
         self.positions: Positions | None = None
+        # The last keepalive that all consumers have passed, until that is stored.
+        self._passed: PrimaryKeepalive | None = None
         #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
 
@@ -196,7 +209,11 @@ class ReplicationClient:
                     # Before a consumer can read a row of them.
                     await self.describe_types(assembler.unknown_types)
                     assembler.unknown_types = set()
-                if done:
+                for each in done:
+                    if each.wakes:
+                        self.published(each)
+                # Consumers, and their positions, know nothing of those that were only messages.
+                if done := [each for each in done if not each.only_messages]:
                     self._received(done)
                     hub.apply_all(done)
                     self._check_progress()
@@ -204,7 +221,7 @@ class ReplicationClient:
                     assembler.schema_changed = False
                     hub.check_tables()
                 if place < len(batch) and batch[place][0] == KEEPALIVE:
-                    await self._keepalive(batch[place], inside=assembler.inside)
+                    self._keepalive(batch[place], inside=assembler.inside)
                     place += 1
             if hub.full:
                 self._paused = True
@@ -230,14 +247,16 @@ class ReplicationClient:
         if min(self.hub.flushed(), self.positions.last_seen) > self.positions.flushed + 1:
             self._status_due.set()
 
-    async def _keepalive(self, data: bytes, *, inside: bool) -> None:
+    def _keepalive(self, data: bytes, *, inside: bool) -> None:
         assert self.positions is not None
         keepalive = read_keepalive(data)
         if not inside and self.positions.up_to_date and keepalive.end > self.positions.last_seen:
-            # The WAL up to there has nothing for any consumer: let the server discard it.
+            # The WAL up to there has nothing for any consumer: the server may discard it, once that
+            # is stored. Reading does not wait for it.
             self.hub.passed(keepalive.end)
-            await self.hub.checkpoint(keepalive.end)
-        if self.positions.keepalive(keepalive, inside=inside):
+            self._passed = keepalive
+            self._status_due.set()
+        elif self.positions.keepalive(keepalive, inside=inside):
             self._status_due.set()
 
     async def _answer(self, link: ReplicationLink) -> None:
@@ -257,6 +276,10 @@ class ReplicationClient:
         """Store what is safe, then confirm it to the server."""
         positions, hub = self.positions, self.hub
         assert positions is not None
+        if (passed := self._passed) is not None:
+            self._passed = None
+            await hub.checkpoint(passed.end)
+            positions.keepalive(passed, inside=False)
         safe = min(hub.flushed(), positions.last_seen)
         if safe > positions.flushed + 1:
             await hub.checkpoint(safe)
