@@ -283,6 +283,22 @@ def test_calls_wait_for_the_first_generation(make: Make, echo: EchoServer) -> No
     assert waits.now == 0
 
 
+def test_a_call_no_longer_counts_as_waiting_when_its_caller_has_the_answer(
+    make: Make, echo: EchoServer
+) -> None:
+    changes: list[int] = []
+
+    def count(change: int) -> None:
+        time.sleep(0.2 if change < 0 else 0.0)  # whatever the count takes, the caller sees it
+        changes.append(change)
+
+    handler = make(on_waiting=count)
+    answer = handler.unary_unary(ECHO).future(b"a")
+    handler._swap(new_live(echo.uri))
+    assert answer.result(10) == b"a"
+    assert changes == [+1, -1]
+
+
 def test_call_gets_the_remaining_time_after_its_wait(make: Make, echo: EchoServer) -> None:
     waits = WaitingCalls()
     handler = make(on_waiting=waits)

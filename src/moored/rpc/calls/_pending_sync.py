@@ -166,10 +166,10 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
                 return False
             self._real = real = make()
             callbacks, self._callbacks = self._callbacks, []
+            handler = self._handler
+            handler._waiting(-1)  # before the caller can see the result
             self._over.set()
         self.stop_timer()
-        handler = self._handler
-        handler._waiting(-1)
         # An interceptor may have returned an object that takes no callbacks.
         add = getattr(real, "add_callback", None)
         if ended := [each for each in callbacks if add is None or not add(each)]:
