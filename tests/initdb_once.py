@@ -49,7 +49,10 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @contextmanager
 def initdb_once() -> Iterator[None]:
-    """Let the servers of this process use the results of the others."""
+    """Let the servers of this process use the results of the others; none outside of pytest."""
+    if _FOLDER not in os.environ:
+        yield
+        return
     folder = Path(os.environ[_FOLDER])
     real = Cluster.initdb
     made: set[Path] = set()
