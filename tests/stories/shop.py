@@ -15,6 +15,8 @@ from moored.broker import Identity
 from moored.postgres import Reset, Transaction
 
 COPY = "insert into copies values (%s, %s) on conflict (id) do update set times = copies.times + 1"
+#: Park what the copy cannot handle, and do not count the copy towards readiness, the default.
+PARK = "PARK" in os.environ
 
 app = moored.App("shop")
 db = app.pool(os.environ["DATABASE_URL"], name="db", max_size=4)
@@ -35,7 +37,14 @@ async def authenticate(token: str) -> Identity | None:
 app.broker(pg.outbox, channels=["orders"], authenticate=authenticate, required=True)
 
 
-@app.consumer(pg, "copy", tables=["orders"], after=["db"], required=True)
+@app.consumer(
+    pg,
+    "copy",
+    tables=["orders"],
+    after=["db"],
+    required=not PARK,
+    on_poison="park" if PARK else "stop",
+)
 async def copy(txn: Transaction | Reset) -> None:
     """Write each order to another table, and count how often."""
     async with db.connection() as conn:
