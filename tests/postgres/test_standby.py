@@ -6,11 +6,13 @@ import asyncio
 from pathlib import Path
 
 import psycopg
+import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import free_port, require_server
 
 from moored.postgres import Postgres
 from moored.postgres.report._health import Health
+from moored.postgres.stream import _replication
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, one, through, until
@@ -50,6 +52,29 @@ async def test_a_standby_opens_no_pool_for_administration(
             await stands_by(second)
             pools = second.statistics()["pools"]
             assert {name: each["connected"] for name, each in pools.items()} == {"snapshot": 2}
+
+
+async def test_a_standby_does_not_hold_back_vacuum_for_long(
+    make: MakePostgres, sql: Sql, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statement that waits for the lock has a snapshot, so it is sent again now and then."""
+    monkeypatch.setattr(_replication, "RENEW", 0.2)
+    oldest = "select backend_xmin::text::bigint from pg_stat_activity where wait_event = 'advisory'"
+    async with make(state_dir=tmp_path / "first") as first:
+        await first.wait_until_active(LIMIT)
+        async with make(state_dir=tmp_path / "second") as second:
+            await stands_by(second)
+            await until(lambda: one(sql, oldest))
+            begin = await one(sql, oldest)
+
+            async def advances() -> bool:
+                await sql.execute("insert into orders select max(id) + 1 from orders")
+                return bool((await one(sql, oldest) or 0) > begin)
+
+            await sql.execute("insert into orders values (1)")
+            await until(advances)
+            await first.close()
+            await second.wait_until_active(LIMIT)
 
 
 async def test_a_standby_reads_the_outbox(make: MakePostgres, sql: Sql, tmp_path: Path) -> None:

@@ -64,6 +64,11 @@ class OutboxPool:
             async with pool.connection() as conn:
                 yield conn
 
+    @property
+    def silent_for(self) -> float:
+        """Seconds for which the server has not answered; 0.0 if it answers."""
+        return 0.0 if self._pool is None else self._pool.silent_for
+
     async def close(self) -> None:
         """Close all connections; the next use opens others."""
         async with self._opening:

@@ -32,6 +32,8 @@ KEEPALIVES = {
     "tcp_user_timeout": 9000,
 }
 
+#: The timeout of a cancel request, in seconds.
+CANCEL = 5.0
 #: How long data may accumulate when it arrives without a pause, in seconds.
 NAP = 0.0005
 #: Data arrives without a pause if more than FLOOD bytes arrived since the last one; a read of less
@@ -248,6 +250,10 @@ class ReplicationLink:
         if self._line is not None:
             self._line.close()
         await self._connection.close()
+
+    async def cancel(self) -> None:
+        """Cancel the statement that runs, whose sender gets the server's error."""
+        await self._connection.cancel_safe(timeout=CANCEL)
 
     def cut(self) -> None:
         """Abort the connection by its socket."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import psycopg
 
@@ -49,6 +50,9 @@ log = logging.getLogger("moored.postgres")
 SILENCE = 4.5
 #: The timeout of a command that does not wait for other sessions, in seconds.
 PROMPT = 10.0
+#: Seconds after which a standby requests the lock again: the statement that waits has a snapshot,
+#: which keeps VACUUM from removing rows in the whole server.
+RENEW = 300.0
 #: The shortest time between two status updates, in seconds.
 PROGRESS_EVERY = 0.1
 
@@ -158,7 +162,10 @@ class ReplicationClient:
                 reported = setup.step
                 self.report(setup.step)
             try:
-                rows = await link.command(command, timeout=None if setup.waits else PROMPT)
+                if setup.step is Step.ACQUIRE_LOCK:
+                    rows = await _locked(link, command)
+                else:
+                    rows = await link.command(command, timeout=None if setup.waits else PROMPT)
             except psycopg.Error as error:
                 setup.refused(error.sqlstate, error)
             else:
@@ -323,3 +330,16 @@ class ReplicationClient:
     def _note_arrival(self) -> None:
         self._arrived_at = self.clock.monotonic()
         self._requested_at = None
+
+
+async def _locked(link: ReplicationLink, command: str) -> Sequence[Sequence[Any]]:
+    """Wait for the lock; after `RENEW`, cancel the statement, whose error lets it be sent again."""
+    waiting = asyncio.ensure_future(link.command(command))
+    try:
+        while not (await asyncio.wait({waiting}, timeout=RENEW))[0]:
+            await link.cancel()
+        return await waiting
+    finally:
+        if not waiting.done():
+            waiting.cancel()
+            await asyncio.wait({waiting})
