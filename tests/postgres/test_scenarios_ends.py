@@ -9,7 +9,14 @@ from typing import Any
 import psycopg
 import pytest
 
-from moored.postgres import ConfigurationError, Postgres, PostgresError, Reset, StateError
+from moored.postgres import (
+    ConfigurationError,
+    Postgres,
+    PostgresError,
+    Reset,
+    StateError,
+    Transaction,
+)
 from moored.postgres.manage import _manager
 from moored.postgres.report._health import Health
 
@@ -161,6 +168,36 @@ async def test_no_consumer_is_dropped_for_wal_of_an_open_transaction(
             await writer.execute("rollback")
         await sql.execute("insert into orders values (0, 'x')")
         assert ids(await following(changes)) == [0]
+
+
+async def test_no_consumer_is_dropped_for_wal_that_it_has_just_received(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A switch of the WAL file moves the position of the next transaction by up to 16 MB."""
+    monkeypatch.setattr(_manager, "WATCH_EVERY", 3.0)
+    async with make(max_retained_wal=MIB, on_retained_wal="drop") as pg:
+        changes = pg.changes(tables=["orders"])
+        await pg.wait_until_published(timeout=LIMIT)
+        manager = pg._restarter.manager
+        for number in range(2):
+            looked = manager.retained_at
+
+            async def seen() -> bool:
+                return manager.retained_at > looked  # noqa: B023
+
+            await until(seen)  # from now on, there is time until the next look
+            await sql.execute("insert into orders values (%s, 'x')", (100 + number,))
+            await sql.execute("select pg_switch_wal()")
+            await sql.execute("insert into orders values (%s, 'x')", (number,))
+            items = [await following(changes) for _ in range(2)]
+            looked = manager.retained_at
+            await until(seen)
+            for item in items:
+                assert isinstance(item, Transaction)
+                await item.ack()
+        await sql.execute("insert into orders values (7, 'x')")
+        assert ids(await following(changes)) == [7]
+        assert not [e for e in pg.last_events if "for the consumer" in e.detail]
 
 
 async def test_the_number_of_restarts_survives_a_sleep(make: MakePostgres, sql: Sql) -> None:

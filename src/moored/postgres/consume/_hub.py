@@ -472,12 +472,12 @@ class Hub:
             known.followed, known.confirmed = {}, False
             self._start_over(known, reset)
 
-    def slowest(self) -> str | None:
-        """Return the consumer that is furthest behind; None if all are up to date."""
+    def slowest(self, place: int) -> str | None:
+        """Return the consumer that is furthest behind; None if all have acknowledged this place."""
         behind = {
             name: each.progress.acknowledged
             for name, each in self._known.items()
-            if each.progress is not None and each.progress.acknowledged < (self.seen or 0)
+            if each.progress is not None and each.progress.acknowledged < place
         }
         return min(behind, key=lambda name: behind[name], default=None)
 

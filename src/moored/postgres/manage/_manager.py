@@ -85,6 +85,8 @@ class Manager:
         #: The WAL that the server retained for the slot at the last query, and when that was.
         self.retained: _admin.Retained | None = None
         self.retained_at = 0.0
+        # What had been received then.
+        self._seen = 0
         #: The holder of the lock, and the transactions that a new slot waited for, at the last
         #: query.
         self.holder: _admin.LockHolder | None = None
@@ -438,10 +440,12 @@ class Manager:
 
     async def _limit_retained(self) -> None:
         limit, kept = self._settings.max_retained_wal, self.retained
+        # A consumer has until the next look to acknowledge what it has received before this one.
+        due, self._seen = self._seen, self._hub.seen or 0
         if limit is None or kept is None or kept.bytes <= limit:
             return
         # WAL beyond the lag is retained for open transactions, not for consumers.
-        slowest = self._hub.slowest() if kept.lag > limit else None
+        slowest = self._hub.slowest(due) if kept.lag > limit else None
         because = (
             "because of a long-running transaction, or because there was no checkpoint"
             if slowest is None
