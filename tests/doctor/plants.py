@@ -10,6 +10,8 @@ from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import free_port, require_server
 
 from moored.kernel import Clock
+from moored.postgres.outbox import ddl
+from moored.postgres.parking import parking_ddl
 
 from .world import World
 
@@ -385,3 +387,55 @@ def commits_that_notify_and_wait_for_each_other(world: World) -> None:
     while world.admin.execute(waiting).fetchone() == (0,):
         assert time.monotonic() < ends
         time.sleep(0.02)
+
+
+# -- outboxes and consumers ----------------------------------------------------------------------
+
+PUBLISH = "select moored.outbox_publish('orders', 'a secret')"
+
+
+@planted("outbox_delivery", "long_transactions")
+def publisher_that_stays_open(world: World) -> None:
+    world.own(ddl(), "begin", PUBLISH)
+    world.own(PUBLISH)
+
+
+@planted("outbox_delivery", "long_transactions", variant=True)
+def prepared_publisher(world: World) -> None:
+    # After a NOTIFY, no transaction can be prepared.
+    world.own(ddl(wake="poll"), "begin", PUBLISH, "prepare transaction 'it''s'")
+    world.own(PUBLISH)
+
+
+def install_outbox(world: World) -> Options:
+    world.own(ddl())
+    return {}
+
+
+@planted("outbox_delivery", advised=install_outbox)
+def older_outbox(world: World) -> None:
+    world.own(ddl(), "update moored.outbox_state set version = 2")
+
+
+def without_cache(world: World) -> Options:
+    world.own("alter table moored.outbox alter id set cache 1")
+    return {}
+
+
+@planted("outbox_delivery", advised=without_cache, variant=True)
+def sequence_with_a_cache(world: World) -> None:
+    world.own(ddl(), "alter table moored.outbox alter id set cache 20")
+
+
+def drop_parked(world: World) -> Options:
+    world.own("delete from moored.parked")
+    return {}
+
+
+@planted("parked_items", advised=drop_parked)
+def parked_item(world: World) -> None:
+    world.own(
+        parking_ddl(),
+        "insert into moored.parked (source, consumer, position, what, error, tries, content) "
+        "values ('outbox moored', 'search', '1', 'event 1 in orders', 'a secret', 5, '')",
+    )

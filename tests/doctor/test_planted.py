@@ -8,8 +8,9 @@ import psycopg
 import pytest
 
 from moored.postgres.doctor import CHECKS, Examination, _check, _server, examine
+from moored.postgres.outbox import ddl
 
-from .plants import PLANTS, Options, Plant
+from .plants import PLANTS, PUBLISH, Options, Plant
 from .world import PASSWORD, World
 
 LIMIT = 30.0
@@ -19,6 +20,7 @@ LIMIT = 30.0
 def sensitive(monkeypatch: pytest.MonkeyPatch) -> None:
     """Report a transaction at once, and a notification queue of a few pages."""
     monkeypatch.setattr(_check, "LONG", 0.0)
+    monkeypatch.setattr(_check, "HELD", 0.0)
     monkeypatch.setattr(_check, "QUEUE", 1e-6)
 
 
@@ -52,6 +54,7 @@ async def test_a_planted_problem_is_found_and_fixed(world: World, plant: Plant) 
     assert checks(found) == set(plant.checks), found.findings
     assert PASSWORD not in str(found)
     assert "another-secret" not in str(found)
+    assert "a secret" not in str(found)
 
     finding = next(each for each in found.findings if each.check == plant.checks[0])
     if plant.advised is not None:
@@ -66,6 +69,18 @@ async def test_a_planted_problem_is_found_and_fixed(world: World, plant: Plant) 
     ends = time.monotonic() + LIMIT  # a backend is terminated, and a file read, a moment later
     while finding.check in checks(found := await examined(world, options)):
         assert time.monotonic() < ends, found.findings
+
+
+async def test_the_publisher_that_holds_delivery_back_is_named(world: World) -> None:
+    world.own(ddl())
+    culprit = world.own("set application_name = 'importer'", "begin", PUBLISH)
+    assert "outbox_delivery" not in checks(await examine(world.url)), "nothing waits for it"
+    world.own(PUBLISH)
+    found = await examine(world.url)
+    (finding,) = (each for each in found.findings if each.check == "outbox_delivery")
+    who = f"of backend {culprit.info.backend_pid} in database 'shop' (application \"importer\")"
+    assert who in finding.problem
+    assert finding.problem.endswith(": select moored.outbox_publish(…, …)")
 
 
 def test_every_check_has_a_planted_problem() -> None:

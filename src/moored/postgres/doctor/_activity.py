@@ -71,7 +71,7 @@ class StuckLock(Check):
 
 
 class LongTransactions(Check):
-    """A transaction, also a prepared one, of more than a minute: a new slot and the outbox wait."""
+    """A transaction, also a prepared one, of more than a minute: a new slot waits for its end."""
 
     query = """SELECT who, date_trunc('second', now() - since)::text AS age, statement,
         CASE WHEN EXISTS (SELECT 1 FROM pg_replication_slots WHERE slot_name = %(slot)s)
@@ -84,7 +84,7 @@ class LongTransactions(Check):
           prepared, format('ROLLBACK PREPARED %%L', gid) FROM pg_prepared_xacts
       ) AS t (who, since, statement)
       WHERE since < now() - %(long)s * interval '1 second' ORDER BY since"""
-    problem = "{who} has been open for {age}: a new slot, and events of the outbox, wait for it"
+    problem = "{who} has been open for {age}: a new slot waits for its end"
     statements = ("{statement}",)
     advice = "idle_in_transaction_session_timeout and tcp_keepalives_idle end lost transactions"
 

@@ -25,6 +25,8 @@ __all__ = ["Check", "Connected", "Examined", "Finding", "Purpose", "Severity"]
 LIMIT = 10
 #: Seconds after which an open transaction is reported.
 LONG = 60.0
+#: Seconds after which a transaction is reported that holds events of an outbox back.
+HELD = 1.0
 #: The share of the notification queue that is reported when it is in use.
 QUEUE = 0.1
 

@@ -10,7 +10,7 @@ from moored.kernel import SECRETS, Clock, describe
 
 from .._settings import Settings
 from ..consume._tables import parse_table
-from . import _activity, _links, _publication, _server
+from . import _activity, _links, _outboxes, _publication, _server
 from ._check import Check, Connected, Examined, Finding, Purpose, Severity
 
 __all__ = ["CHECKS", "Examination", "examine"]
@@ -18,7 +18,7 @@ __all__ = ["CHECKS", "Examination", "examine"]
 #: All checks, in the order in which they run.
 CHECKS: list[type[Check]] = [
     found
-    for module in (_links, _server, _publication, _activity)
+    for module in (_links, _server, _publication, _activity, _outboxes)
     for found in vars(module).values()
     if isinstance(found, type) and issubclass(found, Check) and found is not Check
 ]

@@ -69,12 +69,17 @@ class HeldBack(NamedTuple):
     gid: str | None
 
     @property
+    def statement(self) -> str:
+        """The statement that ends the transaction, if its program does not."""
+        if self.gid is None:
+            return f"SELECT pg_terminate_backend({self.pid})"
+        return "ROLLBACK PREPARED '{}'".format(self.gid.replace("'", "''"))
+
+    @property
     def remedy(self) -> str:
         """What ends the transaction."""
-        if self.gid is None:
-            return f"commit it, or run SELECT pg_terminate_backend({self.pid})"
-        gid = self.gid.replace("'", "''")
-        return f"run COMMIT PREPARED '{gid}', or ROLLBACK PREPARED '{gid}'"
+        how = "" if self.gid is None else " with COMMIT PREPARED"
+        return f"commit it{how}, or run {self.statement}"
 
     def __str__(self) -> str:
         who = f"transaction of backend {self.pid}"
@@ -127,7 +132,7 @@ class OutboxStatus(NamedTuple):
 async def read_status(reader: Reader, *, show_queries: bool) -> OutboxStatus:
     """Query the state of an outbox."""
     ((size, partitions, oldest),) = await reader.run(_SIZE)
-    held = await _held_back(reader, show_queries=show_queries)
+    held = await held_back(reader, show_queries=show_queries)
     consumers = tuple(
         ConsumerLag(name, Cursor.parse(cursor), stored, lag)
         for name, cursor, stored, lag in await reader.run(_CONSUMERS)
@@ -142,7 +147,7 @@ async def installed_wake(reader: Reader) -> Wake | None:
     return rows[0][0] if rows else None
 
 
-async def _held_back(reader: Reader, *, show_queries: bool) -> HeldBack | None:
+async def held_back(reader: Reader, *, show_queries: bool) -> HeldBack | None:
     """Return what the events wait for that wait since the last look, if there are any."""
     look = await reader.looks.from_now()
     if look.barrier.holder is not None:  # it may have been any publisher: look for one that stays
