@@ -255,7 +255,7 @@ def test_a_token_is_not_sent_to_a_host_from_another_source(
         ["status", "--url", "http://admin:s3crt@127.0.0.1:1"],
         ["status", "--url", "ftp://admin:s3crt@127.0.0.1:1"],
         ["status", "--url", "http://127.0.0.1:1", "--admin-token", "s3crt\nx"],
-        ["status", "--url", "http://127.0.0.1:s3?crt@host"],
+        ["status", "--url", "http://127.0.0.1:s3crt?crt-pw@host"],
     ],
 )
 def test_no_secret_of_a_command_line_is_repeated(

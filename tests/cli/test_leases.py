@@ -127,22 +127,22 @@ def test_an_unreachable_store_is_one_line_on_stderr(bare: Path, capsys: Output) 
 @pytest.mark.parametrize(
     "store",
     [
-        "postgresql://x:s3%crt@127.0.0.1:1/x",
-        "postgresql://x:s3@crt-pw@127.0.0.1:1/x",
-        "postgresql://x:s3/crt-pw@127.0.0.1:1/x",
-        "postgresql://127.0.0.1:1/x?passw%6Frd=s3%crt",
-        "redis://x:s3@crt-pw@127.0.0.1:1/0",
-        "redis://x:s3/crt-pw@127.0.0.1:1/0",
-        "redis://x:s3?a=crt-pw@127.0.0.1:1/0",
-        "redis://x:s3#crt-pw@127.0.0.1:1/0",
-        "x:s3crt@127.0.0.1:1/0",
-        "redis//x:s3crt@127.0.0.1:1/0",
-        "postgresql:/x:s3=crt@127.0.0.1:1/0",
+        "postgresql://x:sesame%tulip@127.0.0.1:1/x",
+        "postgresql://x:sesame@tulip@127.0.0.1:1/x",
+        "postgresql://x:sesame/tulip@127.0.0.1:1/x",
+        "postgresql://127.0.0.1:1/x?passw%6Frd=sesame%tulip",
+        "redis://x:sesame@tulip@127.0.0.1:1/0",
+        "redis://x:sesame/tulip@127.0.0.1:1/0",
+        "redis://x:sesame?a=tulip@127.0.0.1:1/0",
+        "redis://x:sesame#tulip@127.0.0.1:1/0",
+        "x:sesame@127.0.0.1:1/0",
+        "redis//x:sesame@127.0.0.1:1/0",
+        "postgresql:/x:sesame=tulip@127.0.0.1:1/0",
     ],
 )
 def test_an_unescaped_password_in_a_store_url_is_refused(
     store: str, bare: Path, capsys: Output
 ) -> None:
     line = refused(capsys, "list", "--store", store)
-    assert "s3" not in line
-    assert "crt" not in line
+    assert "sesame" not in line
+    assert "tulip" not in line
