@@ -65,7 +65,7 @@ def test_status_exits_with_1_while_the_database_does_not_answer(bare: Path, caps
 def test_tree_shows_the_tree_alone(service: Running, bare: Path, capsys: Output) -> None:
     assert main(["tree", "--url", service.url]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["moored", "├─", *11 * "│", "└─"]
+    assert [line.split()[0] for line in lines] == ["moored", "├─", *12 * "│", "└─"]
     assert "restarter" in lines[4]
     assert main(["tree", "--url", service.url, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["children"][1]["name"] == "http"
