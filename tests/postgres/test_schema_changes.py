@@ -47,23 +47,27 @@ async def test_a_consumer_that_wants_them_is_told_of_changed_columns_within_seco
         changes = pg.changes("c", tables=["orders"], schema_changes=True)
         other = pg.changes("other", tables=["orders"])
         await pg.wait_until_published(timeout=LIMIT)
-        await sql.execute(ALTERED[0].encode())
-        assert await next_item(changes) == SchemaChanged(
-            "public.orders", added={"note": "character varying(20)", "total": "numeric(10,2)"}
-        )
-        await sql.execute(ALTERED[1].encode())
-        assert await next_item(changes) == SchemaChanged("public.orders", renamed={"name": "title"})
-        await sql.execute(ALTERED[2].encode())
-        assert await next_item(changes) == SchemaChanged(
-            "public.orders", retyped={"note": ("character varying(20)", "character varying(40)")}
-        )
-        await sql.execute(ALTERED[3].encode())
-        assert await next_item(changes) == SchemaChanged("public.orders", dropped=("total",))
+        expected = [
+            SchemaChanged(
+                "public.orders",
+                added={"note": "character varying(20)", "total": "numeric(10,2)"},
+            ),
+            SchemaChanged("public.orders", renamed={"name": "title"}),
+            SchemaChanged(
+                "public.orders",
+                retyped={"note": ("character varying(20)", "character varying(40)")},
+            ),
+            SchemaChanged("public.orders", dropped=("total",)),
+        ]
+        for number, statement in enumerate(ALTERED):
+            await sql.execute(statement.encode())
+            assert await next_item(changes) == expected[number]
+            # Emitted before the item is delivered, and once for both consumers.
+            events = [each.detail for each in pg.last_events if each.name == "schema_changed"]
+            assert events == [str(each) for each in expected[: number + 1]]
+        assert events[1] == "columns of public.orders: name was renamed to title"
         await sql.execute("insert into orders values (1, 'x')")
         assert ids(await following(other)) == [1]
-        events = [each.detail for each in pg.last_events if each.name == "schema_changed"]
-        assert len(events) == len(ALTERED)  # once for both consumers
-        assert events[1] == "columns of public.orders: name was renamed to title"
 
 
 async def test_a_consumer_that_was_away_is_told_of_changed_columns_when_it_attaches(

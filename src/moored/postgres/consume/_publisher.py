@@ -35,7 +35,6 @@ from ._publication_sql import (
     marker,
     options_for,
 )
-from ._schema_changes import SchemaChanged
 from ._tables import Followed, Table, parse_table, shortened
 
 __all__ = ["Publisher"]
@@ -96,15 +95,13 @@ class Publisher:
         self._report_gone(found)
         waiting: set[str] = set()
         followed: dict[str, str] = {}
-        self._altered: dict[str, SchemaChanged] = {}
+        self._altered: set[str] = set()
         try:
             for consumer in consumers:
                 waiting |= await self._confirm_tables(consumer(), found, busy, followed)
         finally:
             if followed:
                 await self._hub.keep_followed(followed)
-            for each in self._altered.values():
-                self._emit("schema_changed", str(each))
         return sorted(waiting)
 
     async def changed(self, conn: Connection) -> bool:
@@ -363,7 +360,9 @@ class Publisher:
         before = self._hub.followed(changes.name)
         for name in now.keys() & before.keys():
             if (found := before[name].altered(now[name])) is not None:
-                self._altered[found.table] = found
+                if (text := str(found)) not in self._altered:  # one event for all consumers
+                    self._altered.add(text)
+                    self._emit("schema_changed", text)
                 if changes.schema_changes:
                     changes._put(found)
 
