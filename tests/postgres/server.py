@@ -17,6 +17,7 @@ from moored.embedded import EmbeddedPostgres
 from moored.postgres import Changes, Postgres, Reset, Transaction
 from moored.postgres.consume._hub import Hub
 from moored.postgres.manage import _manager_core, _stack
+from moored.postgres.report._health import Health
 from moored.postgres.server import _admin
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "own_server",
     "published",
     "quicken",
+    "stands_by",
     "through",
     "until",
     "walsender",
@@ -80,6 +82,15 @@ async def until(condition: Callable[[], Awaitable[object]], limit: float = LIMIT
     async with asyncio.timeout(limit):
         while not await condition():  # noqa: ASYNC110 - see above
             await asyncio.sleep(0.02)
+
+
+async def stands_by(pg: Postgres) -> None:
+    """Wait until it reports that another instance has the lock."""
+
+    async def waits() -> bool:
+        return pg.health is Health.WAITING
+
+    await until(waits)
 
 
 def confirm_all(hub: Hub) -> None:

@@ -18,10 +18,9 @@ from moored.postgres import (
     Transaction,
 )
 from moored.postgres.manage import _manager
-from moored.postgres.report._health import Health
 
 from .conftest import MakePostgres, Sql
-from .server import LIMIT, connected, following, ids, one, own_server, quicken, until
+from .server import LIMIT, connected, following, ids, one, own_server, quicken, stands_by, until
 
 MIB = 2**20
 
@@ -59,8 +58,7 @@ async def test_a_standby_cannot_drop_an_active_slot(make: MakePostgres, sql: Sql
         await owner.wait_until_published(timeout=LIMIT)
         standby = make()
         await standby.open()
-        # Who waits says so from the beginning, not only after the first look at the lock.
-        assert standby.health is Health.WAITING
+        await stands_by(standby)
         with pytest.raises(PostgresError, match="could not be dropped"):
             await standby.drop()
         await sql.execute("insert into orders values (1, 'x')")

@@ -11,22 +11,12 @@ from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import free_port, require_server
 
 from moored.postgres import Postgres
-from moored.postgres.report._health import Health
 from moored.postgres.stream import _replication
 
 from .conftest import MakePostgres, Sql
-from .server import LIMIT, one, through, until
+from .server import LIMIT, one, stands_by, through, until
 
 HELD = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
-
-
-async def stands_by(pg: Postgres) -> None:
-    """Wait until it reports that another instance has the lock."""
-
-    async def waits() -> bool:
-        return pg.health is Health.WAITING
-
-    await until(waits)
 
 
 async def test_a_standby_hands_out_connections_and_keeps_them_when_it_takes_over(
