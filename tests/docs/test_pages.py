@@ -100,7 +100,10 @@ PAGES: dict[str, tuple[tuple[str, str], ...]] = {
     "topics/leases": (("redis://cache", "memory://"),),
     "topics/listeners": (("            ...", "            break"),),
     "topics/reservoir": (("insert into orders values (1)", "select 1"),),
-    "topics/snapshots": (("        ...", "        pass"),),
+    "topics/snapshots": (
+        ("        ...", "        pass"),
+        ("await item.ack()", "await item.ack(); break"),
+    ),
 }
 
 
@@ -153,6 +156,14 @@ async def notify_often(pool: AsyncConnectionPool[Any]) -> None:
     while True:
         async with pool.connection() as conn:
             await conn.execute("select pg_notify('orders', 'tea')")
+        await asyncio.sleep(0.05)
+
+
+async def update_often(pool: AsyncConnectionPool[Any]) -> None:
+    """Update a row, so that a program that waits for a transaction gets one."""
+    while True:
+        async with pool.connection() as conn:
+            await conn.execute("update orders set price = price + 1")
         await asyncio.sleep(0.05)
 
 
@@ -213,7 +224,7 @@ async def assumed(url: str, directory: Path, redis: str, text: str) -> AsyncIter
             "line": "tea",
             "text": "tea",
             "lamp_app": None,
-            **dict.fromkeys(("write_report", "reload_orders", "handle"), nothing),
+            **dict.fromkeys(("write_report", "reload_orders", "handle", "write"), nothing),
         }
         if "leases.exclusive" in text:
             leases = connect(redis if "leases.redis" in text else url)
@@ -225,6 +236,8 @@ async def assumed(url: str, directory: Path, redis: str, text: str) -> AsyncIter
             names["pg"] = await stack.enter_async_context(pg)
         if "listener.subscribe" in text:
             stack.callback(asyncio.create_task(notify_often(pool)).cancel)
+        if "pg.follow" in text:
+            stack.callback(asyncio.create_task(update_often(pool)).cancel)
         if "outbox.publish" in text:
             await stack.enter_async_context(Outbox(url, install=True))
             engine = names["engine"] = create_engine(url)

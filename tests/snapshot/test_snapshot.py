@@ -14,6 +14,7 @@ from tests.postgres.server import connected
 
 from moored.kernel import Tasks
 from moored.postgres import (
+    UNCHANGED,
     ConfigurationError,
     Delete,
     Follow,
@@ -411,6 +412,22 @@ async def test_a_large_value_that_is_not_sent_with_a_moved_key_is_read(
                 if isinstance(item, Transaction):
                     written = {change.new["id"]: change.new for change in item if change.new}
         assert written[0]["name"] == "large " * 2000
+
+
+@pytest.mark.parametrize("columns", [None, ["name"]])
+async def test_after_the_copy_a_large_value_that_is_not_sent_with_a_moved_key_is_unchanged(
+    columns: list[str] | None, make: MakePostgres, sql: Sql
+) -> None:
+    await sql.execute("alter table orders alter column name set storage external")
+    await sql.execute("update orders set name = repeat('large ', 2000) where id = 50")
+    async with make() as pg, pg.follow("orders", consumer="c", columns=columns) as follow:
+        assert 50 in await copied(follow)
+        await sql.execute("update orders set id = 0 where id = 50")
+        (change,) = await item_of(follow)
+        assert isinstance(change, Update)
+        assert change.old == {"id": 50}
+        assert change.new is not None
+        assert (change.new["id"], change.new["name"]) == (0, UNCHANGED)
 
 
 async def test_a_table_without_a_key_is_copied_with_one_snapshot(
