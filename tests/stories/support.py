@@ -8,7 +8,7 @@ import json
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from uuid import UUID
@@ -21,11 +21,13 @@ from tests.service.support import Running, clean_environment
 
 from moored.postgres import Outbox
 
-__all__ = ["LIMIT", "Browser", "Callers", "Replica", "attached", "client", "migrate", "replica"]
-__all__ += ["all_copied", "all_seen", "tenants", "until"]
+__all__ = ["LIMIT", "UVICORN", "Browser", "Callers", "Replica", "attached", "client", "migrate"]
+__all__ += ["all_copied", "all_seen", "replica", "tenants", "until"]
 
 #: Seconds after which something hangs, also on a busy machine.
 LIMIT = 90.0
+#: How the shop is started.
+UVICORN = ("uvicorn", "tests.stories.shop:api")
 SCHEMA = """
 create table orders (id int primary key, org uuid not null);
 create table copies (id int primary key, times int not null);
@@ -96,13 +98,12 @@ class Replica(Running):
 
 @asynccontextmanager
 async def replica(
-    url: str, folder: Path, port: int = 0, *, module: str = "uvicorn", **environ: str
+    url: str, folder: Path, port: int = 0, *, command: Sequence[str] = UVICORN, **environ: str
 ) -> AsyncIterator[Replica]:
-    """Start the shop as its owner does, with uvicorn, and kill what is left of it at the end."""
+    """Start the shop as its owner does, and kill what is left of it at the end."""
     port = port or free_port()
-    options = ["tests.stories.shop:api"] if module == "uvicorn" else []
     program = Program(
-        *(module, *options, "--port", str(port), "--log-level", "warning"),
+        *(*command, "--port", str(port), "--log-level", "warning"),
         stderr=True,
         environ=clean_environment(DATABASE_URL=url, STATE_DIR=str(folder), **environ),
     )
@@ -126,6 +127,9 @@ class Browser:
         self.refused = Counter[int]()
         self.after, self.connects = "", 0
         self.attached = asyncio.Event()
+        #: Unset while the browser is frozen: it keeps its connection, and does not read.
+        self.awake = asyncio.Event()
+        self.awake.set()
 
     def __repr__(self) -> str:
         known = f"{len(self.seen)} events, {self.connects} connects, at {self.after}"
@@ -151,6 +155,7 @@ class Browser:
     async def _read(self, answer: httpx.Response) -> None:
         event: dict[str, str] = {}
         async for line in answer.aiter_lines():
+            await self.awake.wait()
             name, _, value = line.partition(": ")
             if line:
                 event[name] = value

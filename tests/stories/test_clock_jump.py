@@ -29,7 +29,7 @@ async def test_a_clock_that_jumps_by_a_day(
 ) -> None:
     await migrate(postgres_url)
     whose = tenants(3)
-    async with replica(postgres_url, tmp_path, module="tests.stories.jumping") as shop:
+    async with replica(postgres_url, tmp_path, command=["tests.stories.jumping"]) as shop:
         await shop.ready()
         async with attached(shop.url, *whose) as browsers:
             async with Callers(shop.url, whose) as callers:
