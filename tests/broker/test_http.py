@@ -148,7 +148,8 @@ async def test_client_resumes_after_its_last_event(way: str) -> None:
             assert last is not None
             assert last.json()["number"] == 5
         await on.subscribers(0)
-        assert on.broker.statistics().replayed == 2
+        # Number 5 was read from the history, too, if it came before the end of that was found.
+        assert on.broker.statistics().replayed in (2, 3)
 
 
 async def test_client_with_an_unknown_or_too_old_id_gets_a_reset() -> None:

@@ -36,7 +36,7 @@ PARTS = {
 FAULTS = {
     "kill-backends": "terminat|discarded",
     "restart-postgres": "server|connection",
-    "black-hole": "listener|silent|did not arrive|no answer",
+    "black-hole": "listener|silent|did not arrive|no answer|not answered",
     "expire-pool": "the pool has discarded",
     "kill-grpc": "SIGKILL|connect",
     "cut-sessions": r"1\d sessions not online",

@@ -30,6 +30,17 @@ async def read(outbox: Outbox, cursor: str | None = None) -> list[str]:
     return [event.payload for event in (await outbox.read(cursor)).events]
 
 
+async def reconnected(outbox: Outbox) -> None:
+    """Wait until no connection is left that a restart has ended."""
+    async with asyncio.timeout(LIMIT):
+        while True:
+            try:
+                await outbox.read()
+                return
+            except psycopg.OperationalError:
+                await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("level", ["REPEATABLE_READ", "SERIALIZABLE"])
 async def test_a_pool_with_another_isolation_level_misses_no_late_commit(
     url: str, sql: Sql, level: str
@@ -177,6 +188,7 @@ async def test_a_prepared_transaction_that_has_published_is_waited_for_over_a_re
             if restarts == 0:
                 await db.server.stop()
                 await db.server.start()
+                await reconnected(outbox)
         await db.sql("commit prepared 'forgotten'")
         assert await read(outbox, batch.cursor) == ["prepared", "1"]
 

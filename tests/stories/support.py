@@ -57,8 +57,11 @@ async def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) 
 
 
 def client(limit: float = LIMIT) -> httpx.AsyncClient:
-    """Return a client without a limit of connections."""
-    limits = httpx.Limits(max_connections=None)
+    """Return a client that uses a connection for one request.
+
+    A server may close an idle one at the moment at which the next request is sent on it.
+    """
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     return httpx.AsyncClient(timeout=limit, limits=limits, trust_env=False, verify=False)
 
 
