@@ -17,7 +17,6 @@ from typing import Any
 
 import psycopg
 
-from moored.kernel import Tasks
 from moored.postgres.outbox import Outbox
 
 __all__ = ["Found", "stress_run"]
@@ -51,29 +50,29 @@ class Found:
 
 async def stress_run(url: str, events: int, seed: int, *, crash_every: float = 0.0) -> Found:
     """Publish until there are so many events, and the two wrong readers have missed some."""
-    found, tasks = Found(), Tasks()
+    found = Found()
     url = psycopg.conninfo.make_conninfo(url, application_name=APPLICATION)
-    stop = asyncio.Event()
+    stop, end = asyncio.Event(), asyncio.Event()
     outbox = Outbox(url, retain=None)
     async with outbox:
         await outbox.install(wake="poll")
         for statement in SETUP:
             await outbox._reader.run(psycopg.sql.SQL(statement))
         await outbox.capture("captured")
-        for name in ("steady", "other"):
-            tasks.start(_read(outbox, url, name, found))
-        tasks.start(_read(None, url, "restarted", found))
-        tasks.start(_wrong(url, "id", "o.id > %s", found))
-        tasks.start(_wrong(url, "xid", "(o.tx, o.id) > (%s::text::xid8, %s)", found))
-        publishers = [
-            asyncio.create_task(_publish(url, n, stop, random.Random(seed + n)))
-            for n in range(PUBLISHERS)
-        ]
-        chance = random.Random(seed)
-        tasks.start(_terminate(url, found, chance))
-        if crash_every:
-            tasks.start(_crash(url, found, crash_every))
-        async with asyncio.timeout(LIMIT):
+        async with asyncio.timeout(LIMIT), asyncio.TaskGroup() as tasks:
+            for name in ("steady", "other"):
+                tasks.create_task(_read(outbox, url, name, found, end))
+            tasks.create_task(_read(None, url, "restarted", found, end))
+            tasks.create_task(_wrong(url, "id", "o.id > %s", found, end))
+            xid = "(o.tx, o.id) > (%s::text::xid8, %s)"
+            tasks.create_task(_wrong(url, "xid", xid, found, end))
+            publishers = [
+                tasks.create_task(_publish(url, n, stop, random.Random(seed + n)))
+                for n in range(PUBLISHERS)
+            ]
+            tasks.create_task(_terminate(url, found, random.Random(seed), end))
+            if crash_every:
+                tasks.create_task(_crash(url, found, crash_every, end))
             while len(found.stored) < events or not (found.missed("id") and found.missed("xid")):
                 await asyncio.sleep(0.2)
                 found.stored, _ = await _stored(url)
@@ -83,9 +82,7 @@ async def stress_run(url: str, events: int, seed: int, *, crash_every: float = 0
             while left or any(found.missed(name) for name in ("steady", "other", "restarted")):
                 found.stored, left = await _stored(url)
                 await asyncio.sleep(0.05)
-        failed = [task for task in tasks if task.done()]
-        await tasks.cancel()
-    assert not failed, failed
+            end.set()
     return found
 
 
@@ -166,11 +163,13 @@ async def _insert(
             await conn.execute("select moored.outbox_publish('x', %s)", [payload()])
 
 
-async def _read(outbox: Outbox | None, url: str, name: str, found: Found) -> None:
+async def _read(
+    outbox: Outbox | None, url: str, name: str, found: Found, end: asyncio.Event
+) -> None:
     """A right reader; without an outbox, one that starts anew every 20 pages."""
     got = found.read[name] = []
     cursor: str | None = None
-    while True:
+    while not end.is_set():
         mine = outbox or Outbox(url, retain=None)
         if outbox is None:
             await mine.open()
@@ -186,7 +185,7 @@ async def _read(outbox: Outbox | None, url: str, name: str, found: Found) -> Non
         await asyncio.sleep(0.005)
 
 
-async def _wrong(url: str, name: str, after: str, found: Found) -> None:
+async def _wrong(url: str, name: str, after: str, found: Found, end: asyncio.Event) -> None:
     got = found.read[name] = []
     place: list[Any] = ["0", 0]
     order = "o.id" if name == "id" else "o.tx, o.id"
@@ -197,7 +196,7 @@ async def _wrong(url: str, name: str, after: str, found: Found) -> None:
     )
     outbox = Outbox(url, retain=None)
     async with outbox:
-        while True:
+        while not end.is_set():
             with suppress(psycopg.Error, OSError):
                 look = await outbox._reader.looks.from_now()
                 async with await psycopg.AsyncConnection.connect(url) as conn:
@@ -224,12 +223,12 @@ async def _stored(url: str) -> tuple[list[str], int]:
         await asyncio.sleep(0.1)
 
 
-async def _terminate(url: str, found: Found, chance: random.Random) -> None:
+async def _terminate(url: str, found: Found, chance: random.Random, end: asyncio.Event) -> None:
     query = (
         "select pg_terminate_backend(pid) from pg_stat_activity "
         "where application_name = %s and pid <> pg_backend_pid() order by random() limit 1"
     )
-    while True:
+    while not end.is_set():
         await asyncio.sleep(chance.uniform(0.1, 0.4))
         with suppress(psycopg.Error):
             async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
@@ -237,9 +236,9 @@ async def _terminate(url: str, found: Found, chance: random.Random) -> None:
                 found.terminated += 1
 
 
-async def _crash(url: str, found: Found, every: float) -> None:
+async def _crash(url: str, found: Found, every: float, end: asyncio.Event) -> None:
     """Kill a backend, so that the server recovers from a crash."""
-    while True:
+    while not end.is_set():
         await asyncio.sleep(every)
         with suppress(psycopg.Error):
             async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
