@@ -157,7 +157,7 @@ async def test_what_was_parked_before_a_kill_is_not_handled_again(orders: Orders
 async def test_a_retry_that_fails_keeps_the_item_and_one_that_succeeds_removes_it(
     orders: Orders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.app._consumer.RETRY_EVERY", 0.02)
+    monkeypatch.setattr("moored.app._consumer.LOOK", 0.02)
     search = Search(1)
     app, _ = orders.app(search, on_poison="park", tries=1)
     async with app, await psycopg.AsyncConnection.connect(orders.url, autocommit=True) as conn:
@@ -180,7 +180,7 @@ async def test_a_retry_that_fails_keeps_the_item_and_one_that_succeeds_removes_i
 async def test_a_consumer_of_an_outbox_parks_and_retries_events(
     postgres_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.app._consumer.RETRY_EVERY", 0.02)
+    monkeypatch.setattr("moored.app._consumer.LOOK", 0.02)
     search, app = Search(2), App("orders", config=Config())
     pg = app.postgres(postgres_url, state_dir=tmp_path, stream_id="app", pool_size=4)
     app.consumer(

@@ -39,6 +39,10 @@ class Consumed(Protocol):
     def parking(self) -> Parking[Any]:
         """Return where its items can be parked."""
 
+    @property
+    def delayed(self) -> str:
+        """Why items come late; empty if they do not."""
+
     def explain(self) -> Iterator[str]:
         """Yield what the consumer waits for."""
 
@@ -51,6 +55,7 @@ class TransactionsOfStream:
 
     noun = "transaction"
     not_ready = "its tables are not published yet"
+    delayed = ""
 
     def __init__(self, pg: Postgres, consumer: str, tables: Iterable[str]) -> None:
         self._pg = pg
@@ -119,6 +124,10 @@ class EventsOfOutbox:
     def parking(self) -> Parking[Any]:
         return Parking.of(self._outbox, self._consumer)
 
+    @property
+    def delayed(self) -> str:
+        return self._outbox.delayed
+
     def explain(self) -> Iterator[str]:
         if (found := self._outbox.last_status) is None:
             return
@@ -127,8 +136,6 @@ class EventsOfOutbox:
             for each in found.consumers
             if each.name == self._consumer and each.lag
         )
-        if found.held_back is not None:
-            yield f"delivery is held back: {found.held_back}"
 
     def children(self, entry: PartEntry, wiring: Wiring) -> Sequence[Child]:
         async def opened(ctx: Context) -> None:

@@ -28,8 +28,9 @@ log = logging.getLogger("moored.app")
 
 Handle: TypeAlias = Callable[[Any], Awaitable[None]]
 
-#: Seconds between two queries for the retries that operators ask for, while items are parked.
-RETRY_EVERY = 2.0
+#: Seconds between two looks at the health, and while items are parked, for retries that operators
+#: have asked for.
+LOOK = 2.0
 #: Parked items in an explanation.
 SHOWN = 3
 
@@ -63,11 +64,9 @@ class _Consumer(Collector):
             if self._parked is not None:
                 await self._parked.load()
             async with self._source.attach() as items:
-                running = [self._consume(ctx, items)]
+                running = [self._consume(ctx, items), self._look(ctx)]
                 if not self._in_hand:
                     running.append(self._become_ready(ctx))
-                if self._parked is not None:
-                    running.append(self._retry_parked(ctx, self._parked))
                 await first_of(*running)
         except Exception as error:
             self._why = describe(error)
@@ -124,16 +123,18 @@ class _Consumer(Collector):
         self._report(ctx)
         await asyncio.Event().wait()
 
-    async def _retry_parked(self, ctx: ComponentContext, parked: ParkedItems) -> None:
+    async def _look(self, ctx: ComponentContext) -> None:
         while True:
-            await asyncio.sleep(RETRY_EVERY)
-            if not parked.items:
-                continue
-            try:
-                await parked.retry(self._call)
-            except (psycopg.Error, OSError, MooredError) as error:
-                log.info("%s reads its parked items later: %s", self._name, describe(error))
+            await asyncio.sleep(LOOK)
+            if self._parked is not None and self._parked.items:
+                await self._retry(self._parked)
             self._report(ctx)
+
+    async def _retry(self, parked: ParkedItems) -> None:
+        try:
+            await parked.retry(self._call)
+        except (psycopg.Error, OSError, MooredError) as error:
+            log.info("%s reads its parked items later: %s", self._name, describe(error))
 
     def _report(self, ctx: ComponentContext) -> None:
         if (now := self._judge()) != self._reported:
@@ -143,6 +144,8 @@ class _Consumer(Collector):
     def _judge(self) -> Judgement:
         if self._why:
             return "starting", self._why
+        if self._source.delayed:
+            return "degraded", self._source.delayed
         if self._parked is None or not self._parked.items:
             return "active", ""
         last = self._parked.items[-1]

@@ -419,10 +419,19 @@ class Broker:
             "state": state,
             "up": self.up,
             "last_error": self.last_error,
+            "delayed": self.delayed,
             **self.statistics()._asdict(),
             # Open streams of the tenants that have the most.
             "largest_tenants": dict(self._audience.of_tenant.most_common(SHOWN_TENANTS)),
         }
+
+    @property
+    def delayed(self) -> str:
+        """Why events come late, if its source says so; empty if they do not."""
+        try:
+            return getattr(self._source, "delayed", "")
+        except BrokerOff:
+            return ""
 
     def tree(self) -> Tree:
         """Return the supervision tree."""

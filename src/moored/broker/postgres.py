@@ -30,6 +30,9 @@ Position = tuple[int, str]
 class OutboxLike(Protocol):
     """What is used of a `moored.postgres.Outbox`."""
 
+    @property
+    def delayed(self) -> str: ...
+
     def place(self, cursor: str) -> int: ...
 
     def tail(self, after: str | None = None) -> AsyncIterator[Any]: ...
@@ -81,6 +84,11 @@ class OutboxEvents:
                 self._cursor = event.cursor
                 yield self._event(event)
             self._cursor = batch.cursor
+
+    @property
+    def delayed(self) -> str:
+        """Why events come late: a transaction holds them back; empty if none does."""
+        return self._outbox.delayed
 
     def position(self, id: str) -> Position:
         """Return the position of a cursor."""

@@ -74,6 +74,8 @@ def broker_health(broker: Broker) -> tuple[Status, str]:
         return "active", "it is off, because it has no source: streams are refused"
     if not now["up"]:
         return "degraded", now["last_error"] or "the source has not begun yet"
+    if now["delayed"]:
+        return "degraded", now["delayed"]
     return "active", counted(now["subscribers"], "stream")
 
 

@@ -42,6 +42,7 @@ class ShownPostgres:
         wiring.systems[path] = pg
         self._collector.add(pg)
         self._outboxes.add(pg.outbox)
+        pg.outbox.on_status = lambda: self._report_health(pg)
         unsubscribe = [pg.monitor.subscribe(lambda change: self._report_health(pg))]
         if (listener := pg.listener) is not None:
             if pg.notify_url:
@@ -56,6 +57,7 @@ class ShownPostgres:
                 each()
             self._collector.remove(pg)
             self._outboxes.remove(pg.outbox)
+            pg.outbox.on_status = None
             if listener is not None:
                 self._listeners.remove(listener)
                 if pg.notify_url:
@@ -69,7 +71,10 @@ class ShownPostgres:
         if not pg.is_open:
             return
         health = pg.health
-        self._wiring.health(self._part, health.value, self._reason(pg, health))
+        if health is Health.ACTIVE and pg.outbox.delayed:
+            self._wiring.health(self._part, "degraded", pg.outbox.delayed)
+        else:
+            self._wiring.health(self._part, health.value, self._reason(pg, health))
         if pg.fatal is not None:
             self._wiring.fail(ServiceError(pg.fatal))
         self._report_lock_holder(pg)

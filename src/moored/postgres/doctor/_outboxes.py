@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, ClassVar
@@ -46,11 +45,9 @@ class OutboxDelivery(Check):
         except ConfigurationError as error:
             problem, _, advice = str(error).rpartition(": ")
             return [Finding(self.name, Severity.STOPS, problem, advice=advice)]
-        # If no consumer has read for long, the events may be older than the transaction.
-        since = 0.0 if held is None else min(held.waiting, held.age or math.inf)
-        if held is None or since < _check.HELD:
+        if held is None or held.lasted < _check.HELD:
             return []
-        severity = Severity.WARNS if since < _check.LONG else Severity.STOPS
+        severity = Severity.WARNS if held.lasted < _check.LONG else Severity.STOPS
         return [self.finding(schema=schema, held=held, statement=held.statement, severity=severity)]
 
 

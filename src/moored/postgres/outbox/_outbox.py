@@ -49,8 +49,8 @@ UNANSWERED = 2.0
 UPKEEP_EVERY, UPKEEP_AGAIN = 600.0, 60.0
 #: Seconds between two queries of the state, for metrics and warnings.
 WATCH_EVERY = 15.0
-#: A transaction that holds events back for so many seconds is logged.
-HELD_TOO_LONG = 60.0
+#: A transaction that holds events back for so many seconds is logged, and told by `delayed`.
+HELD_TOO_LONG = 10.0
 #: Connections of an outbox that was given a URL.
 POOL_SIZE = 4
 
@@ -152,6 +152,8 @@ class Outbox:
         self.last_status: OutboxStatus | None = None
         #: Called by the first consumer, if the outbox was not opened before: starts `child()`.
         self.on_first_use: Callable[[], object] | None = None
+        #: Called after each query of `last_status`.
+        self.on_status: Callable[[], object] | None = None
         self._install = install
         self._show_queries = show_queries
         self.wake = wake
@@ -179,7 +181,7 @@ class Outbox:
         self._supervisor: Supervisor | None = None
         self._stack = AsyncExitStack()
         self._state = "new"
-        self._reported: int | None = None
+        self._reported: str | None = None
 
     # -- open and close ------------------------------------------------------------------------
 
@@ -456,6 +458,17 @@ class Outbox:
         return explained(f"{self.schema}: {head}", because, so)
 
     @property
+    def delayed(self) -> str:
+        """Why events come late for ten seconds now, and what to do; empty if they do not.
+
+        The `last_status` says it.
+        """
+        held = self.last_status and self.last_status.held_back
+        if held is None or held.lasted < HELD_TOO_LONG:
+            return ""
+        return f"delivery is held back: {held}; {held.remedy}"
+
+    @property
     def is_open(self) -> bool:
         """Whether the outbox has been started, and not closed."""
         return self._state == "open"
@@ -488,11 +501,13 @@ class Outbox:
             if found is not None:
                 await _attempt("what is final could not be stored", self._reader.keep_final)
             held = found and found.held_back
-            if held is None or held.waiting < HELD_TOO_LONG:
+            if held is None or not self.delayed:
                 self._reported = None
-            elif held.pid != self._reported:
-                self._reported = held.pid
-                log.warning("delivery is held back until that transaction ends: %s", held)
+            elif held.statement != self._reported:
+                self._reported = held.statement
+                log.warning("%s", self.delayed)
+            if self.on_status is not None:
+                self.on_status()
             await asyncio.sleep(WATCH_EVERY)
 
     def __repr__(self) -> str:

@@ -69,6 +69,11 @@ class HeldBack(NamedTuple):
     gid: str | None
 
     @property
+    def lasted(self) -> float:
+        """For how long the transaction may have held events back, which may be older than it."""
+        return self.waiting if self.age is None else min(self.waiting, self.age)
+
+    @property
     def statement(self) -> str:
         """The statement that ends the transaction, if its program does not."""
         if self.gid is None:
