@@ -197,14 +197,14 @@ async def test_an_async_pool_is_not_closed_from_another_loop(module_url: str) ->
 async def test_a_lease_client_of_another_loop_is_refused() -> None:
     with sync.connect("memory://") as leases:
         async with AsyncConnectionPool(connect=object, max_size=1, leases=leases) as pool:
-            await eventually_async(lambda: pool.reservoir.upkeep.last_error)
+            await eventually_async(lambda: pool.reservoir.upkeep.attempts.last_error)
             with pytest.raises(
                 PoolTimeout, match="was opened on another event loop than this pool: pass"
             ):
                 await pool.getconn(timeout=0.0)
     async with connect("memory://") as client:
         with ConnectionPool(connect=object, max_size=1, leases=client) as threads:
-            await eventually_async(lambda: threads.reservoir.upkeep.last_error)
+            await eventually_async(lambda: threads.reservoir.upkeep.attempts.last_error)
             with pytest.raises(
                 PoolTimeout, match="was opened on another event loop than this pool: pass"
             ):

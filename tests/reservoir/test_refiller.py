@@ -115,7 +115,7 @@ async def test_a_success_resets_the_backoff(sim: Sim) -> None:
     server.script.extend([OSError("refused")] * 6)
     async with reservoir(server) as water:
         await wait_until(lambda: water.statistics().size)
-        assert water.upkeep.failing_for is None
+        assert water.upkeep.attempts.failing_for is None
         server.script.extend([OSError("refused"), None])
         water.discard(water.try_checkout())
         await wait_until(lambda: water.statistics().size)

@@ -172,7 +172,7 @@ def test_a_failed_connect_whose_lease_cannot_be_released_is_repeated(error: Exce
         async with store.leases() as leases:
             async with reservoir(server, ReservoirConfig(max_size=3), leases=leases) as water:
                 await wait_until(lambda: water.statistics().refill_failures.get("connect", 0) >= 7)
-                assert isinstance(water.upkeep.last_error, OSError)
+                assert isinstance(water.upkeep.attempts.last_error, OSError)
                 server.error, store.broken = None, False
                 await wait_until(lambda: water.statistics().size == 3)
                 assert water.statistics().in_flight == 0
@@ -192,8 +192,8 @@ async def test_a_rate_limit_timeout_names_a_store_that_is_too_slow_for_the_burst
             await wait_until(lambda: water.statistics().size == 3)
             journal.takes = 0.11
             water.discard(water.try_checkout())
-            await wait_until(lambda: water.upkeep.last_error)
-            error = str(water.upkeep.last_error)
+            await wait_until(lambda: water.upkeep.attempts.last_error)
+            error = str(water.upkeep.attempts.last_error)
             assert "the store took 0.110 s to answer" in error
             assert error.endswith(("burst of at least 12", "burst of at least 13"))
 

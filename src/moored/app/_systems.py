@@ -72,8 +72,8 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
         connected = now.size + now.in_use
         if connected and now.silent:
             return "degraded", _waits(now, reservoir.place)
-        if upkeep.failing_for is not None and upkeep.last_error is not None:
-            why = f"connecting fails: {describe(upkeep.last_error)}"
+        if (error := upkeep.attempts.error) is not None:
+            why = f"connecting fails: {describe(error)}"
             if connected:
                 return "degraded", f"{connected} of {now.max_size} connections; {why}"
             return "starting", why

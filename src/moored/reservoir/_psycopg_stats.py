@@ -36,8 +36,8 @@ def counters(reservoir: Reservoir[Any], *, failed_checks: int, returns_bad: int)
         "requests_errors": failed,
         "usage_ms": int(1000 * core.usage),
         "returns_bad": returns_bad,
-        "connections_num": core.births + sum(upkeep.failures.values()),
-        "connections_ms": int(1000 * upkeep.connect_time),
-        "connections_errors": sum(upkeep.failures.values()),
+        "connections_num": core.births + sum(upkeep.attempts.failures.values()),
+        "connections_ms": int(1000 * upkeep.attempts.seconds),
+        "connections_errors": sum(upkeep.attempts.failures.values()),
         "connections_lost": upkeep.lost,
     }

@@ -341,8 +341,7 @@ class Reservoir(Generic[C]):
 
     def _progress(self, number: int) -> str:
         text = f"{self.name}: filling, {len(self.core.items)} of {number} connections"
-        error = self.upkeep.last_error
-        if self.upkeep.failing_for is not None and error is not None:
+        if (error := self.upkeep.attempts.error) is not None:
             text += f"; the last connect failed: {describe(error)}"
         return text
 
@@ -383,10 +382,10 @@ class Reservoir(Generic[C]):
             parts.append(f"{self.place} has not answered for {duration(silent)}")
         flight = f"{counted(core.opening, 'connect')} in flight"
         parts.append(f"{flight}, creation limited to {self.config.rate:g}/s")
-        failing = self.upkeep.failing_for
-        if failing is not None and self.upkeep.last_error is not None:
+        attempts = self.upkeep.attempts
+        if (failing := attempts.failing_for) is not None and attempts.last_error is not None:
             since = f"connecting has failed for {duration(failing)}"
-            parts.append(f"{since}: {describe(self.upkeep.last_error)}")
+            parts.append(f"{since}: {describe(attempts.last_error)}")
         return "; ".join(parts)
 
     def statistics(self) -> Statistics:
@@ -414,9 +413,9 @@ class Reservoir(Generic[C]):
                 usage_seconds=core.usage,
                 returns=core.checkouts - core.out,
                 refills=core.births,
-                refill_seconds=upkeep.connect_time,
+                refill_seconds=upkeep.attempts.seconds,
                 discards=MappingProxyType(dict(core.discards)),
-                refill_failures=MappingProxyType(dict(upkeep.failures)),
+                refill_failures=MappingProxyType(dict(upkeep.attempts.failures)),
                 leases_held=leases,
                 rate_tokens_left=upkeep.tokens_left(),
                 longest_wait=max(0.0, now - core.waiting[0].since) if core.waiting else 0.0,

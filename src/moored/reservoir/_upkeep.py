@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -25,7 +24,6 @@ from moored.kernel import (
     Tasks,
     awaited,
     describe,
-    duration,
     patiently,
     run_callback,
     start_task,
@@ -33,6 +31,7 @@ from moored.kernel import (
 from moored.leases import Lease
 
 from ._budget import Budget, Destination, LeaseDenied
+from ._connect_attempts import ConnectAttempts
 from ._core import Waiter
 from ._driver import DriverState
 from ._errors import ServerUnreachable
@@ -50,12 +49,6 @@ log = logging.getLogger("moored.reservoir")
 
 C = TypeVar("C")
 
-#: First and longest backoff after a failed connect.
-FAILED = (0.25, 5.0)
-#: The same with `fail_fast`, where callers get the last error until a connect succeeds.
-QUICK = (0.25, 0.5)
-#: The same if the server refused because of too many connections or connects.
-THROTTLED = (1.0, 30.0)
 #: For how many seconds a turn under the rate limit is valid; a later connect needs a new turn.
 TURN = 0.1
 #: How long a driver may take to close one connection.
@@ -87,20 +80,13 @@ class Upkeep(Generic[C]):
         self.budget: Budget | None = None
         self._destination: Destination | None = None
         self._stopped = False
-        # After a failure no connect begins before `_pause_until`. Of several connects that fail
-        # together only one counts: `_failed_at` is when the last counted one failed.
-        self._pause_until = -math.inf
-        self._failed_at = -math.inf
-        steps = QUICK if home.fail_fast else FAILED
-        self._failing = Backoff(*steps, jitter="half", clock=home.clock)
-        self._throttled = Backoff(*THROTTLED, jitter="half", clock=home.clock)
-        self._failing_since: float | None = None
-        self._outage_reported = False
-        self._unreachable = False
-        self.last_error: BaseException | None = None
-        #: Failed connects by reason, and the total seconds of successful ones.
-        self.failures: Counter[str] = Counter()
-        self.connect_time = 0.0
+        self.attempts = ConnectAttempts(
+            self.name,
+            self.recorder,
+            self.clock,
+            patience=home.reconnect_timeout,
+            quick=home.fail_fast,
+        )
         #: Connections that were found to be broken while they were idle.
         self.lost = 0
 
@@ -196,7 +182,7 @@ class Upkeep(Generic[C]):
         await self._stagger()
         while True:
             self._need.clear()
-            pause = self._pause_until - self.clock.monotonic()
+            pause = self.attempts.pause
             if pause <= 0:
                 with self._lock:
                     number = self.core.plan()
@@ -351,8 +337,7 @@ class Upkeep(Generic[C]):
         if self.recipe.asynchronous:
             item.ready_future = asyncio.get_running_loop().create_future()
             item.ready_future.set_result(conn)
-        self.connect_time += now - began
-        self._note_success(began)
+        self.attempts.succeeded(began)
         if lease is not None:
             if not lease.live:
                 item.retire_reason, item.usable_until = "lease_lost", -math.inf
@@ -391,27 +376,10 @@ class Upkeep(Generic[C]):
     # -- failures and recovery -------------------------------------------------------------------
 
     def _note_failure(self, stage: str, error: BaseException, began: float) -> None:
-        now = self.clock.monotonic()
-        self.failures[stage] += 1
-        # A full cluster is not a failure of the server.
-        denied = isinstance(error, LeaseDenied)
-        if self._failing_since is None or (not denied and isinstance(self.last_error, LeaseDenied)):
-            self._failing_since = now
-        self.last_error = error
-        if began >= self._failed_at:
-            throttled = meaning_of(error) is Meaning.THROTTLED
-            wait = (self._throttled if throttled else self._failing).fail()
-            # Try again no later than the end of `reconnect_timeout`, to report it in time.
-            left = self._failing_since + self._reservoir.reconnect_timeout - now
-            wait = left if 0 < left < wait and not (throttled or denied) else wait
-            self._failed_at = now
-            self._pause_until = now + wait
-            text = f"could not open a connection ({stage}); next try in {duration(wait)}"
-            self.recorder.record(self.name, text, kind="failure", cause=error)
-            log.warning("%s: %s: %s", self.name, text, describe(error))
-        if not denied:
-            self._report_long_outage(now)
-        self._unreachable = stage == "connect" and meaning_of(error) is not Meaning.THROTTLED
+        exceeded = self.attempts.failed(stage, error, began)
+        if exceeded and (failed := self._reservoir.reconnect_failed) is not None:
+            work = self._call_reconnect_failed(failed)
+            self._callbacks.start(work, name=f"{self.name}-reconnect-failed")
         if self.unreachable() is not None:
             with self._lock:
                 refused = self.core.give_up()
@@ -421,31 +389,6 @@ class Upkeep(Generic[C]):
         self._need.set()
         self._reservoir.note_change()
 
-    def _note_success(self, began: float) -> None:
-        if self._failing_since is not None:
-            took = self.clock.monotonic() - self._failing_since
-            text = f"connecting succeeds again after {duration(took)}"
-            log.info("%s: %s", self.name, text)
-            self.recorder.record(self.name, text)
-        self._failing_since = None
-        self._outage_reported = self._unreachable = False
-        # A connect that began before the last failure does not prove that the server recovered.
-        if began >= self._failed_at:
-            self._failing.succeed()
-            self._throttled.succeed()
-            self._pause_until = -math.inf
-
-    def _report_long_outage(self, now: float) -> None:
-        assert self._failing_since is not None
-        if self._outage_reported or now - self._failing_since < self._reservoir.reconnect_timeout:
-            return
-        self._outage_reported = True
-        took = duration(now - self._failing_since)
-        log.error("%s: no connection could be opened for %s", self.name, took)
-        if (failed := self._reservoir.reconnect_failed) is not None:
-            work = self._call_reconnect_failed(failed)
-            self._callbacks.start(work, name=f"{self.name}-reconnect-failed")
-
     async def _call_reconnect_failed(self, failed: Callable[[], Any]) -> None:
         try:
             await self._call(failed)
@@ -454,12 +397,13 @@ class Upkeep(Generic[C]):
 
     def unreachable(self) -> ServerUnreachable | None:
         """The error for callers that must not wait for an unreachable server (`fail_fast`)."""
-        core = self.core
-        if not (self._reservoir.fail_fast and self._unreachable) or core.items or core.opening:
+        core, cause = self.core, self.attempts.error
+        if not (self._reservoir.fail_fast and self.attempts.unreachable) or cause is None:
             return None
-        assert self.last_error is not None
-        error = ServerUnreachable(f"{self.name}: {describe(self.last_error)}")
-        error.__cause__ = self.last_error
+        if core.items or core.opening:
+            return None
+        error = ServerUnreachable(f"{self.name}: {describe(cause)}")
+        error.__cause__ = cause
         return error
 
     def tokens_left(self) -> float:
@@ -467,13 +411,6 @@ class Upkeep(Generic[C]):
         if self.budget is None:
             return float(self.config.burst or self.config.rate)
         return self.budget.rate.left
-
-    @property
-    def failing_for(self) -> float | None:
-        """Seconds since connecting began to fail; None while it succeeds."""
-        if self._failing_since is None:
-            return None
-        return self.clock.monotonic() - self._failing_since
 
     # -- closing -------------------------------------------------------------------------------
 
@@ -485,9 +422,9 @@ class Upkeep(Generic[C]):
         finally:
             with self._lock:
                 self.core.closed()
-            if isinstance(self.last_error, LeaseDenied):
+            if isinstance(self.attempts.last_error, LeaseDenied):
                 # A lease is free now: try to get it before another process does.
-                self._pause_until = -math.inf
+                self.attempts.end_pause()
             self._need.set()
             self._reservoir.note_change()
             await self._leave_when_empty()
@@ -538,7 +475,7 @@ class Upkeep(Generic[C]):
                 next_check = now + self.config.scan_every
             self._full.clear()
             with self._lock:
-                due = self.core.scan(now, replacing=self._failing_since is None)
+                due = self.core.scan(now, replacing=self.attempts.error is None)
             self._settle(None)
             # When the reservoir is full again, the next replacement is scheduled anew.
             await wait_set(self._full, max(0.0, min(due, next_check) - self.clock.monotonic()))

@@ -92,7 +92,7 @@ class ManagedPool:
                 why = f"the server has not answered for {duration(silent)}" if silent else ""
                 self._post(partial(self._core.pool_silent, self.role, why))
         upkeep, connected = self.pool.reservoir.upkeep, len(self.pool.reservoir.core.items)
-        error = upkeep.last_error if upkeep.failing_for is not None else None
+        error = upkeep.attempts.error
         # Without errors, a few connections may be missing while they are replaced by schedule.
         enough = self.size - (max(1, self.size // 10) if error is None else 0)
         if self.status is PoolStatus.READY:
@@ -124,7 +124,7 @@ class ManagedPool:
     def _blocks_shutdown(self, diagnosis: Diagnosis) -> bool:
         """Whether the server is shutting down, and waits until the stream has confirmed all WAL."""
         stopping = self.role is Role.ADMIN and diagnosis.type == "database_server_shutting_down"
-        return stopping and (self.pool.reservoir.upkeep.failing_for or 0.0) >= GRACE
+        return stopping and (self.pool.reservoir.upkeep.attempts.failing_for or 0.0) >= GRACE
 
     def __repr__(self) -> str:
         return f"<ManagedPool {self.role.value}: {self.status.value}, {self.pool!r}>"

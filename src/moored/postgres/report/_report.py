@@ -129,7 +129,7 @@ def _lock(of: Stack, manager: Manager) -> dict[str, Any]:
 
 def _pool(managed: ManagedPool) -> dict[str, Any]:
     upkeep = managed.pool.reservoir.upkeep
-    failing = upkeep.last_error if upkeep.failing_for is not None else None
+    failing = upkeep.attempts.error
     return {
         "state": managed.status.value,
         "connected": len(managed.pool.reservoir.core.items),
