@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+from tests.held import watched_loop
 from tests.postgres.conftest import MakePostgres, make, stream_id, streamed_url
 
 from moored.broker import SourceEvent, SourceGap
@@ -21,6 +22,9 @@ from .reading import LIMIT
 from .test_publish import DRIVERS, Left
 
 __all__ = ["make", "stream_id", "streamed_url"]
+
+#: Three times the 50 ms for which the loop is held at most.
+HELD = 0.15
 
 Opened = tuple[Postgres, Outbox, Sql]
 Open = Callable[..., AbstractAsyncContextManager[Opened]]
@@ -207,6 +211,30 @@ async def test_a_message_that_is_not_an_event_is_logged(
         await emit(sql, "fine")
         assert await tail.payloads(1) == ["fine"]
     assert caplog.text.count("is not an event") == 3
+
+
+@pytest.mark.parametrize("publishes", [False, True])
+async def test_a_mass_update_does_not_hold_the_loop(opened: Open, publishes: bool) -> None:
+    rows = scaled(1_000_000, least=300_000)
+    async with opened() as (pg, outbox, sql):
+        await sql.execute(
+            "create table big as select n, 0 as seen from generate_series(1, %s) n", [rows]
+        )
+        await sql.execute("alter table big add primary key (n)")
+        tail = Tail(outbox)
+        await tail.next()
+        async with pg.changes("other", tables=["big"]) as changes, asyncio.timeout(LIMIT):
+            await pg.wait_until_published("big")
+            async with watched_loop() as held:
+                async with sql.transaction():
+                    await emit(sql, "first") if publishes else None
+                    await sql.execute("update big set seen = 1")
+                    await emit(sql, "last") if publishes else None
+                await emit(sql, "next")
+                expected = ["first", "last", "next"] if publishes else ["next"]
+                assert await tail.payloads(len(expected)) == expected
+            assert held.longest < HELD
+            assert len(await anext(changes)) == rows + 2 * publishes
 
 
 async def test_what_needs_a_table_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from itertools import takewhile
 from typing import TYPE_CHECKING
@@ -78,7 +78,7 @@ class StreamRing(StreamWakes):
                     await self._begin()
                     yield txn
                     continue
-                if self._receive(txn):
+                if await self._receive(txn):
                     yield txn
                 await txn.ack()
 
@@ -97,18 +97,17 @@ class StreamRing(StreamWakes):
         ((lsn,),) = await self._reader.run(query, prefix=self._prefix)
         return Lsn.parse(lsn)
 
-    def _receive(self, txn: Transaction) -> bool:
+    async def _receive(self, txn: Transaction) -> bool:
         """Keep the events of a transaction in place of the oldest; return whether it has any."""
         history, end = txn.position.history, int(txn.position.lsn)
+        if self._history is not None and end <= self._end:
+            return False
+        found = [event async for event in self._events(txn, history, end)]
+        # From here on without a pause: a reader sees all events of a transaction, or none.
         if self._history is None:
             self._history, self._floor = history, _id(end)
-        elif end <= self._end:
-            return False
-        before = len(self._kept)
-        for event in self._events(txn, history, end):
-            self._kept.append(event)
-            self._size += len(event.payload)
-        found = len(self._kept) > before
+        self._kept += found
+        self._size += sum(len(event.payload) for event in found)
         while len(self._kept) > self._limit or (self._size > RING_SIZE and len(self._kept) > 1):
             oldest = self._kept.popleft()
             self._size -= len(oldest.payload)
@@ -116,16 +115,21 @@ class StreamRing(StreamWakes):
         self._end = end
         arrived, self._arrived = self._arrived, asyncio.Event()
         arrived.set()
-        return found
+        return bool(found)
 
-    def _events(self, txn: Transaction, history: History, end: int) -> Iterator[OutboxEvent]:
-        if txn.xid == 0:
-            return  # a message that is not transactional, and has no place in the order
-        messages = (each for each in txn if isinstance(each, Emitted))
-        found = [each.content for each in messages if each.prefix == self._prefix and each.content]
-        for number, content in enumerate(found, 1):
+    async def _events(
+        self, txn: Transaction, history: History, end: int
+    ) -> AsyncGenerator[OutboxEvent, None]:
+        # A message that is not transactional has no place in the order.
+        if txn.xid == 0 or not txn._committed.emits():
+            return
+        number = 0
+        async for each in txn:  # it may have a million
+            if not isinstance(each, Emitted) or each.prefix != self._prefix or not each.content:
+                continue
+            number += 1
             try:
-                read = json.loads(content)
+                read = json.loads(each.content)
                 channel, tenant = str(read["channel"]), read.get("tenant")
                 payload = encoded(read["payload"])
             except (ValueError, TypeError, KeyError, AttributeError) as error:
