@@ -248,7 +248,7 @@ async def test_a_consumer_of_a_whole_schema_is_told_of_a_missing_table_within_se
         assert ids(await following(changes)) == [2]
 
         async def followed() -> bool:
-            return "public.other" in pg._hub.followed(changes.name)
+            return "public.other" in pg._hub.tables.of(changes.name)
 
         await until(followed, TOLD)
         await run(sql, "drop table other")

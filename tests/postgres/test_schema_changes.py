@@ -33,7 +33,7 @@ def followed(pg: Postgres, *columns: str) -> Callable[[], Awaitable[bool]]:
     """Whether a consumer follows a table with these columns."""
 
     async def so() -> bool:
-        table = pg._hub.followed("c").get("orders")
+        table = pg._hub.tables.of("c").get("orders")
         known = {} if table is None else dict(table.columns or {})
         return {name for name, *_ in known.values()} == set(columns)
 

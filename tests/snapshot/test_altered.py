@@ -76,7 +76,7 @@ async def test_a_column_that_is_added_with_a_default_while_it_copies_is_one_rese
         await deliver(99)
 
         async def checked() -> bool:
-            return "extra" in str(pg._hub.followed("c"))
+            return "extra" in str(pg._hub.tables.of("c"))
 
         await until(checked)
         await sql.execute("insert into orders values (100)")

@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from moored.kernel import Clock, Recorder, counted
@@ -25,11 +24,12 @@ from ._backlog import Backlog
 from ._backpressure import Backpressure
 from ._consumer import Attachment, Changes, Reset, Transaction
 from ._continuity import NO_COMMIT, CommitMark, Continuity
+from ._followed_tables import FollowedTables
 from ._known import KnownConsumer, progress_of
 from ._progress import Progress
 from ._published import Published
 from ._store import GIVEN_UP, SLOT_CREATED, StateStore, StoredState, stored
-from ._tables import Followed, Table, dump, load
+from ._tables import Followed, dump, load
 
 __all__ = ["Hub"]
 
@@ -59,6 +59,7 @@ class Hub:
         #: Whether `on_progress` was called since the last `flushed()`.
         self._progress_reported = False
         self.published = Published()
+        self.tables = FollowedTables(store, self._known, self.attached)
         #: The number of the check of the tables that runs, or that was the last one.
         self.checks = 0
         #: The end of the last transaction that was applied; None before the stream began.
@@ -91,8 +92,7 @@ class Hub:
         kept, resets = state.consumers, state.resets
         #: The highest LSN that may have been confirmed; None if unknown.
         self._confirmed: int | None = state.confirmed
-        #: The entries of the publication that were added here.
-        self._added = state.added
+        self.tables.added = state.added
         #: The position at which the slot was created.
         self._slot_created = state.slot_created and Position.parse(state.slot_created)
         self._reset_number = state.reset_number
@@ -389,10 +389,8 @@ class Hub:
             self._applied = end = committed.end_lsn
             if self.seen is None or end > self.seen:
                 self.seen = end
-            if described := committed.body.described:
-                followed = [self.followed(name).values() for name in self._attached]
-                if any(each.contradicts(now) for now in described for each in chain(*followed)):
-                    self.on_tables()
+            if (described := committed.body.described) and self.tables.contradicted(described):
+                self.on_tables()
 
     def _compare(self, difference: str | None) -> None:
         """End a stream of another history before any transaction of it is delivered."""
@@ -405,7 +403,7 @@ class Hub:
     ) -> None:
         history, attachment, tables = self.history, changes._attachment, None
         assert history is not None  # a stream has begun
-        followed = self.followed(changes.name)
+        followed = self.tables.of(changes.name)
         for committed in done:
             if changes.tables:
                 tables = changes._choose(committed, followed)
@@ -498,11 +496,6 @@ class Hub:
 
     # -- tables --------------------------------------------------------------------------------
 
-    def followed(self, name: str) -> Mapping[str, Followed]:
-        """Return the tables that a consumer follows, as they were last confirmed."""
-        known = self._known.get(name)
-        return {} if known is None else known.followed
-
     def is_ready(self, name: str, check: int = 0) -> bool:
         """Return whether a consumer has a position, and its tables are published.
 
@@ -543,33 +536,6 @@ class Hub:
         self.published.notify()
         return {} if before == tables else {name: dump(tables)}
 
-    def unused(self, wanted: Iterable[Table]) -> set[int]:
-        """Return the added entries of the publication that no consumer follows or wants.
-
-        Empty while the tables of a consumer are unknown: after a reset, until it attaches again.
-
-        :param wanted: the tables of the attached consumers.
-        """
-        away = [each for name, each in self._known.items() if name not in self._attached]
-        if not all(each.followed for each in away):
-            return set()
-        members = {each.listed for each in wanted}
-        for known in self._known.values():
-            oids = ",".join(each.member for each in known.followed.values())
-            members |= {int(oid) for oid in oids.split(",") if oid}
-        return self._added - members
-
-    async def keep_added(
-        self, *, added: Collection[int] = (), removed: Collection[int] = ()
-    ) -> None:
-        """Store which entries of the publication were added here."""
-        self._added = (self._added | set(added)) - set(removed)
-        await stored(self._store.set_added, self._added)
-
-    async def keep_followed(self, followed: dict[str, str]) -> None:
-        """Store which tables consumers follow, with one write for all consumers."""
-        await stored(self._store.follow, followed)
-
     def _confirm(self, changes: Changes, at: int = 0) -> None:
         known = self._known[changes.name]
         if known.confirmed:
@@ -581,16 +547,6 @@ class Hub:
             known.skipped = False
             known.progress = self._from_now(at)
         changes._put(known.reset)
-
-    async def publication_changed(self, before: str, after: str) -> None:
-        """Record a change of the publication by this process: no changes were missed by it."""
-        for known in self._known.values():
-            known.followed |= {
-                wanted: each._replace(publication=after)
-                for wanted, each in known.followed.items()
-                if each.publication == before
-            }
-        await self.keep_followed({name: dump(each.followed) for name, each in self._known.items()})
 
     # -- back-pressure -------------------------------------------------------------------------
 

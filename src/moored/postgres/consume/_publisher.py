@@ -88,7 +88,7 @@ class Publisher:
         self._hub.checks += 1
         # Weak references: a consumer whose last reference is dropped meanwhile is detached.
         consumers = [weakref.ref(changes) for changes in self._hub.attached()]
-        if not consumers and not (self._removes and self._hub.unused([])):
+        if not consumers and not (self._removes and self._hub.tables.unused([])):
             return []
         self._marker = await self._query_marker(conn)
         found, busy = await uncancelled(conn, self._publish_unconfirmed(conn, consumers))
@@ -101,7 +101,7 @@ class Publisher:
                 waiting |= await self._confirm_tables(consumer(), found, busy, followed)
         finally:
             if followed:
-                await self._hub.keep_followed(followed)
+                await self._hub.tables.keep(followed)
         return sorted(waiting)
 
     async def changed(self, conn: Connection) -> bool:
@@ -121,7 +121,7 @@ class Publisher:
         found = await self._query_tables(conn, consumers)
         # The tables of a publication that was dropped meanwhile must not be refused as unpublished.
         await self._check_existence(conn)
-        if self._removes and (unused := self._hub.unused(found.values())):
+        if self._removes and (unused := self._hub.tables.unused(found.values())):
             await self._remove(conn, unused)
         unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
         if unconfirmed:
@@ -162,7 +162,7 @@ class Publisher:
         """Return the tables to publish or confirm under a lock; refuse consumers of others."""
         unconfirmed: Found = {}
         for changes in consumers:
-            followed = self._hub.followed(changes.name)
+            followed = self._hub.tables.of(changes.name)
             own: Found = {}
             for name in changes.tables:
                 table = found.get(name)
@@ -293,12 +293,12 @@ class Publisher:
             log.warning("the table %s has no primary key: %s", leaf, full_identity(leaf))
         if new:
             oids = {table.oid for table in new}
-            await self._hub.keep_added(
+            await self._hub.tables.keep_added(
                 added=[each.listed for each in confirmed.values() if each.oid in oids]
             )
         if options:
             before, after = now[0].publication, next(iter(confirmed.values())).publication
-            await self._hub.publication_changed(before, after)
+            await self._hub.tables.publication_changed(before, after)
             # Otherwise the next check would take this change for one by another program.
             earlier = {
                 name: each._replace(publication=after) if each.publication == before else each
@@ -324,7 +324,7 @@ class Publisher:
             else:
                 await conn.commit()
                 log.info("no longer published: %s", ", ".join(".".join(each) for each in tables))
-        await self._hub.keep_added(removed=entries)
+        await self._hub.tables.keep_added(removed=entries)
 
     # -- confirmation --------------------------------------------------------------------------
 
@@ -357,7 +357,7 @@ class Publisher:
         return waiting
 
     def _report_altered(self, changes: Changes, now: dict[str, Followed]) -> None:
-        before = self._hub.followed(changes.name)
+        before = self._hub.tables.of(changes.name)
         for name in now.keys() & before.keys():
             if (found := before[name].altered(now[name])) is not None:
                 if (text := str(found)) not in self._altered:  # one event for all consumers
@@ -376,7 +376,7 @@ class Publisher:
         self._gone = wanted - found.keys()
 
     def _missed(self, changes: Changes, now: dict[str, Followed]) -> str | None:
-        for name, before in self._hub.followed(changes.name).items():
+        for name, before in self._hub.tables.of(changes.name).items():
             if name in now:
                 if (why := before.difference(now[name])) is not None:
                     return why
