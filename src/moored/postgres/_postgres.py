@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, overload
-from weakref import WeakSet
 
 import psycopg
 
@@ -45,7 +44,7 @@ from .report import (
     with_health,
 )
 from .server import _admin
-from .snapshot import CopyMeter, CopyPosition, Follow, SavedCopies, Snapshot, TableReader
+from .snapshot import Copies, CopyPosition, Follow, Snapshot
 
 __all__ = ["Postgres", "StackEvent"]
 
@@ -182,13 +181,12 @@ class Postgres:
         self._stack = stack
         self._state = "open"
         self._hub = stack.hub
-        self._saved_copies = SavedCopies(stack.store)
+        self._copies = Copies(stack, self.connection)
         self.machine, self.monitor = stack.machine, stack.monitor
         #: The transactions that have published to an outbox, as the stream shows them.
         self.published = stack.published
         #: The last events, the oldest first.
         self.last_events = stack.events.last
-        self._meters: WeakSet[CopyMeter] = WeakSet()
         self._tasks = Tasks()
         self._restarter = Restarter(stack, self._fail, self.outbox_pool.close)
         self._supervisor = self._tree()
@@ -423,13 +421,13 @@ class Postgres:
         :param start: the `position` of a snapshot that was not finished: continue it.
         """
         self._check_open()
-        reader = self._reader(table, where, columns, chunk_rows, "snapshot()")
-        return Snapshot(
-            reader,
-            lambda: self._hub.history,
-            self._new_meter(),
+        return self._copies.snapshot(
+            table,
+            where=where,
+            columns=columns,
+            chunk_rows=chunk_rows,
             consistent=consistent,
-            start=CopyPosition.parse(start) if isinstance(start, str) else start,
+            start=start,
         )
 
     def follow(
@@ -462,53 +460,15 @@ class Postgres:
             the consumer has stored no position: it has no rows yet, and a new copy begins. By
             default (`RESUME`), the copy and the acknowledgements in the state file continue.
         """
-        reader = self._reader(table, where, columns, chunk_rows, "follow()")
-        if isinstance(start, (Position, str)):
-            start = CopyPosition.parse(str(start))
-        place = start.position if isinstance(start, CopyPosition) else start
-        changes = self.changes(consumer, tables=[table], start=place)
-        changes.copied = True
-        return Follow(
-            changes,
-            self._hub,
-            self._saved_copies,
-            reader,
-            self._new_meter(),
-            where=where is not None,
-            columns=columns is not None,
-            begin_again=begin_again,
-            start=start,
-        )
-
-    def _new_meter(self) -> CopyMeter:
-        meter = CopyMeter(self._stack.events.emit, self.clock)
-        self._meters.add(meter)
-        return meter
-
-    def _reader(
-        self,
-        table: str,
-        where: str | None,
-        columns: Sequence[str] | None,
-        chunk_rows: int | None,
-        caller: str,
-    ) -> TableReader:
-        wrong = mistakes([table])
-        if isinstance(columns, str):
-            wrong.append(f"columns={columns!r} must be a list of names, such as [{columns!r}]")
-        if chunk_rows is not None and chunk_rows < 1:
-            wrong.append(f"chunk_rows={chunk_rows!r} must be at least 1")
-        refuse(caller, wrong)
-        return TableReader(
-            self.connection,
-            self._stack.types,
+        self._check_open()
+        return self._copies.follow(
             table,
+            lambda place: self.changes(consumer, tables=[table], start=place),
             where=where,
             columns=columns,
-            rows=chunk_rows,
-            binary=self.settings.binary,
-            publication=self.settings.publication_name,
-            followed=caller == "follow()",
+            chunk_rows=chunk_rows,
+            begin_again=begin_again,
+            start=start,
         )
 
     async def wait_until_published(self, *tables: str, timeout: float = 30.0) -> None:
@@ -525,7 +485,7 @@ class Postgres:
     async def drop_consumer(self, name: str) -> None:
         """Remove a consumer: the server no longer retains WAL for it."""
         self._check_open()
-        await stored(self._saved_copies.drop, name)
+        await self._copies.drop(name)
         await self._hub.drop(name)
 
     async def sleep(self) -> None:
@@ -622,13 +582,12 @@ class Postgres:
             restarts=self._restarter.restarts,
         )
         parts = {"listener": self.listener, "outbox": self.outbox}
-        copies = {each.name: each.progress.as_dict() for each in self._meters if each.running}
         return found | {
             **{
                 name: None if each is None or not each.is_open else each.statistics()
                 for name, each in parts.items()
             },
-            "copies": copies,
+            "copies": self._copies.progress(),
         }
 
     def explain(self) -> str:
