@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal, Self, overload
 
 import psycopg
 
-from moored.kernel import (
-    SECRETS,
-    Clock,
-    Deadline,
-    Recorder,
-    Supervisor,
-    Tasks,
-    Tree,
-    WaitTimeout,
-    describe,
-    refuse,
-)
+from moored.kernel import SECRETS, Clock, Deadline, Recorder, Supervisor, Tasks, Tree, refuse
 from moored.reservoir import PoolClosed
 
 from ._errors import ConfigurationError, PostgresError
@@ -33,17 +21,7 @@ from .consume import Changes, SchemaChanged, mistakes, stored
 from .listen import Listener
 from .manage import Restarter, Role, Stack
 from .outbox import Outbox, OutboxPool
-from .report import (
-    CONDITIONS,
-    WORDS,
-    Health,
-    StackEvent,
-    Status,
-    explain,
-    report,
-    with_health,
-)
-from .server import _admin
+from .report import CONDITIONS, Health, StackEvent, Status, explain, report, with_health
 from .snapshot import Copies, CopyPosition, Follow, Snapshot
 
 __all__ = ["Postgres", "StackEvent"]
@@ -277,24 +255,7 @@ class Postgres:
             await self.wait_until_active(self.settings.connect_timeout)
         self._restarter.manager.drop_requested = True
         await self.close()
-        await self._drop_slot_and_publication()
-
-    async def _drop_slot_and_publication(self) -> None:
-        """Drop them if the manager could not: without the lock, or before its pools were open."""
-        settings = self.settings
-        try:
-            async with (
-                asyncio.timeout(_admin.TIMEOUT),
-                await self._stack.connect(_admin.TIMEOUT) as conn,
-            ):
-                # The slot first: this fails while another instance reads it, which needs both.
-                await _admin.drop_slot(conn, settings.slot_name)
-                if not settings.manual_publication:
-                    await _admin.drop_publication(conn, settings.publication_name)
-        except (psycopg.Error, OSError, PostgresError) as error:
-            raise PostgresError(
-                f"the slot {settings.slot_name} could not be dropped: {describe(error)}"
-            ) from error
+        await self._stack.drop_slot_and_publication()
 
     async def __aenter__(self) -> Self:
         await self.open()
@@ -331,10 +292,7 @@ class Postgres:
         """Check out a connection of the current pool; of the next one if that is closed."""
         while True:
             await self.wake()
-            await self._wait(
-                lambda _: self._has_pool,
-                deadline.timeout,
-            )
+            await self._wait(lambda _: self._has_pool, deadline.timeout)
             pool = self._restarter.manager.pools[Role.SNAPSHOT].pool
             async with AsyncExitStack() as stack:
                 try:
@@ -551,17 +509,11 @@ class Postgres:
         with self._restarter.in_use():
             await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
 
-    async def _wait(self, predicate: Any, timeout: float | None) -> None:
-        try:
-            await self.monitor.wait_until(
-                lambda status: self.fatal is not None or self._state != "open" or predicate(status),
-                timeout,
-            )
-        except WaitTimeout as error:
-            text = f"{error}; the current step: {WORDS[self.machine.step]}"
-            if self._stack.outages.now is not None:
-                text += f"; the last failure: {self._stack.outages.now.last}"
-            raise WaitTimeout(text) from None
+    async def _wait(self, predicate: Callable[[Status], bool], timeout: float | None) -> None:
+        await self._stack.wait_until(
+            lambda status: self.fatal is not None or self._state != "open" or predicate(status),
+            timeout,
+        )
         self._check_works()
 
     async def events(self) -> AsyncIterator[StackEvent]:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import psycopg
 
-from moored.kernel import Backoff, Clock, Condition, Machine, Recorder, StatusMonitor
+from moored.kernel import (
+    Backoff,
+    Clock,
+    Condition,
+    Machine,
+    Recorder,
+    StatusMonitor,
+    WaitTimeout,
+    describe,
+)
 
+from .._errors import PostgresError
 from .._settings import Settings
 from ..consume import Hub, Integrity, StateStore, StoredState, stored
 from ..decode import Types
-from ..report import CHART, CONDITIONS, Outages, StackEvents, Status, status_of
-from ..server import Resolver, connect
+from ..report import CHART, CONDITIONS, WORDS, Outages, StackEvents, Status, status_of
+from ..server import Resolver, _admin, connect
 from ..stream import Published, ReceivedTotals
 from ._manager_core import ManagerCore
 
@@ -87,6 +97,33 @@ class Stack:
         async with asyncio.timeout(timeout):
             conninfo = await self.resolver.conninfo(self.settings.replication_url)
             return await connect(conninfo, application_name=self.settings.application_name)
+
+    async def wait_until(self, predicate: Callable[[Status], bool], timeout: float | None) -> None:
+        """Wait until the status meets a predicate; a `WaitTimeout` names step and last failure."""
+        try:
+            await self.monitor.wait_until(predicate, timeout)
+        except WaitTimeout as error:
+            text = f"{error}; the current step: {WORDS[self.machine.step]}"
+            if self.outages.now is not None:
+                text += f"; the last failure: {self.outages.now.last}"
+            raise WaitTimeout(text) from None
+
+    async def drop_slot_and_publication(self) -> None:
+        """Drop them if the manager could not: without the lock, or before its pools were open."""
+        slot = self.settings.slot_name
+        try:
+            async with (
+                asyncio.timeout(_admin.TIMEOUT),
+                await self.connect(_admin.TIMEOUT) as conn,
+            ):
+                # The slot first: this fails while another instance reads it, which needs both.
+                await _admin.drop_slot(conn, slot)
+                if not self.settings.manual_publication:
+                    await _admin.drop_publication(conn, self.settings.publication_name)
+        except (psycopg.Error, OSError, PostgresError) as error:
+            raise PostgresError(
+                f"the slot {slot} could not be dropped: {describe(error)}"
+            ) from error
 
 
 def _closed(opening: asyncio.Future[tuple[StateStore, StoredState]]) -> None:
