@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import psycopg
 import pytest
+from tests.servers import free_port
 from tests.service.support import LIMIT, Running, moored, running, until
 
+from moored.embedded import SyncEmbeddedPostgres
 from moored.postgres.outbox import ddl
 from moored.service import ConfigError, load
 
@@ -101,6 +103,31 @@ def test_outbox_reaches_a_stream_and_a_missing_one_only_degrades_the_service(
         until(lambda: part(service) == "active", "active again")
         with stream(service, last_event_id=first["id"]) as found:
             assert json.loads(next(found)["data"])["number"] == 2
+
+
+def test_stream_is_refused_while_the_database_has_never_been_reached(
+    environ: dict[str, str], tmp_path: Path
+) -> None:
+    data, port = tmp_path / "data", free_port()
+    with SyncEmbeddedPostgres(data, port=port) as server:
+        url = server.url
+        with psycopg.connect(url, autocommit=True) as conn:
+            conn.execute(ddl().encode())
+    environ |= {"DATABASE_URL": url, "MOORED_DATABASE_WAIT": str(LIMIT)}
+    with running(environ=environ) as service:
+        refused = service.get("/v1/subscribe", headers={"X-API-Key": "acme-key"})
+        assert refused.status_code == 503
+        assert refused.json()["error"] == (
+            "live events have not begun here: their source is not connected yet"
+        )
+        assert 1 <= int(refused.headers["retry-after"]) <= 5
+        with SyncEmbeddedPostgres(data, port=port):
+            until(lambda: part(service) == "active", "the database is reached now")
+            with stream(service) as found:
+                assert next(found)["event"] == "start"
+                publish(url, 1)
+                assert json.loads(next(found)["data"])["number"] == 1
+            assert service.stop() == 0
 
 
 def test_mistakes_of_the_broker_are_reported_before_the_start(
