@@ -199,6 +199,8 @@ class Callers:
     def __init__(self, url: str, whose: list[str], number: int = 2, pause: float = 0.04) -> None:
         self.answers = Counter[int | str]()
         self.slowest, self.first = 0.0, next(_numbers)
+        #: When each order was requested.
+        self.began: dict[int, float] = {}
         self._url, self._whose, self._number, self._pause = url, whose, number, pause
         self._ends = False
 
@@ -215,7 +217,7 @@ class Callers:
             while not self._ends:
                 number = next(_numbers)
                 org = self._whose[number % len(self._whose)]
-                began = time.monotonic()
+                began = self.began[number] = time.monotonic()
                 try:
                     path = f"{self._url}/orders/{number}"
                     answer = await http.post(path, params={"org": org})
