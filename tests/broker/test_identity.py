@@ -80,7 +80,7 @@ def test_token_names_the_tenant_and_its_end(algorithm: str, private: Any, public
     until = int(time.time()) + 60
     claims = {"https://example/tenant": ACME, "exp": until}
     assert known(jwt.encode(claims, private, algorithm)) == Identity(ACME, float(until))
-    for wrong in ({**claims, "exp": 1}, {"exp": until}, {**claims, "https://example/tenant": 7}):
+    for wrong in ({**claims, "exp": 1}, {"exp": until}, {**claims, "https://example/tenant": []}):
         assert known(jwt.encode(wrong, private, algorithm)) is None
     assert known("nonsense") is None
 
@@ -97,6 +97,20 @@ def test_audience_and_issuer_are_checked() -> None:
     assert known(jwt.encode(claims, SECRET)) is not None
     for wrong in ({"aud": "other"}, {"iss": "other"}):
         assert known(jwt.encode({**claims, **wrong}, SECRET)) is None
+
+
+@pytest.mark.parametrize(("claim", "tenant"), [("acme", "acme"), (7, "7")])
+def test_claim_that_names_the_tenant_is_text_or_an_integer(claim: object, tenant: str) -> None:
+    claims = {"org_id": claim, "exp": int(time.time()) + 60}
+    found = Jwt(SECRET)(jwt.encode(claims, SECRET))
+    assert found is not None
+    assert found.tenant == tenant
+
+
+@pytest.mark.parametrize("claim", [True, 7.5, ["acme"], None])
+def test_token_without_a_tenant_is_not_valid(claim: object) -> None:
+    claims = {"org_id": claim, "exp": int(time.time()) + 60}
+    assert Jwt(SECRET)(jwt.encode(claims, SECRET)) is None
 
 
 def test_ticket_is_valid_once_and_for_its_lifetime(monkeypatch: pytest.MonkeyPatch) -> None:

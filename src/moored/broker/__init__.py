@@ -34,7 +34,7 @@ from ._identity import ApiKeys, Authenticator, Identity, Jwt
 from ._memory import MemorySource
 from ._signals import drain_on_signals
 from ._stream import LiveStream
-from ._tenants import canonical_uuid
+from ._tenants import canonical_tenant, canonical_uuid
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # The broker and its streams
@@ -52,6 +52,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "ReplaySource",
     "SourceEvent",
     "SourceGap",
+    "canonical_tenant",
     "canonical_uuid",
     # HTTP
     "ApiKeys",

@@ -39,7 +39,7 @@ from ._events import (
 from ._recent import RecentEvents
 from ._replays import Replays
 from ._stream import LiveStream
-from ._tenants import Tenants, Untold, canonical_uuid
+from ._tenants import Tenants, Untold, canonical_tenant
 
 __all__ = ["Broker", "BrokerStatistics"]
 
@@ -93,7 +93,7 @@ class Broker:
     :param tenant: the field of the payload (a JSON object) that names the tenant, or a function of
         the event that returns its name or None. An event without a tenant is dropped.
     :param canonical: returns the canonical form of a tenant's name, or raises `ValueError`; by
-        default the name must be a UUID.
+        default `canonical_tenant`, for any text. With `canonical_uuid`, the name must be a UUID.
     :param buffer: the most events that wait for one subscriber.
     :param buffer_bytes: the most bytes of payload that wait for one subscriber.
     :param slow: what happens if a buffer is full. `disconnect`: the stream ends, and the client
@@ -111,7 +111,7 @@ class Broker:
         channels: Iterable[str] | None = None,
         replay: ReplaySource | None = None,
         tenant: str | Callable[[SourceEvent], str | None] = "org_id",
-        canonical: Callable[[Any], str] = canonical_uuid,
+        canonical: Callable[[Any], str] = canonical_tenant,
         buffer: int = 64,
         buffer_bytes: int = 1024 * 1024,
         slow: SlowPolicy = "disconnect",

@@ -120,7 +120,9 @@ class Jwt:
         except self._jwt.InvalidTokenError:
             return None
         tenant = claims.get(self._claim)
-        return Identity(tenant, float(claims["exp"])) if isinstance(tenant, str) else None
+        if isinstance(tenant, bool) or not isinstance(tenant, str | int):
+            return None
+        return Identity(str(tenant), float(claims["exp"]))
 
 
 class Tickets:

@@ -12,14 +12,34 @@ from moored.kernel import describe
 
 from ._events import SourceEvent
 
-__all__ = ["Tenants", "Untold", "canonical_uuid"]
+__all__ = ["Tenants", "Untold", "canonical_tenant", "canonical_uuid"]
 
 _UUID = re.compile(r"[0-9a-f]{8}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{4}-?[0-9a-f]{12}")
+#: What cannot be stored, or would break a line of a log: control characters, half characters.
+_UNUSABLE = re.compile("[\\x00-\\x1f\\x7f-\\x9f\\ud800-\\udfff]")
+#: The most characters of a tenant's name.
+LONGEST = 200
 _ABSENT = object()
 
 
 class Untold(ValueError):
     """The tenant of an event is not certain; its text is the reason, as a metric's label."""
+
+
+def canonical_tenant(value: Any) -> str:
+    """Return the one form of a tenant's name, which is text; raises `ValueError`.
+
+    An integer is its digits, and a UUID has its canonical form; other text is kept as it is.
+    """
+    if isinstance(value, UUID) or (isinstance(value, int) and not isinstance(value, bool)):
+        value = str(value)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{value!r} is not the name of a tenant: it must be text or an integer")
+    if len(value) > LONGEST:
+        raise ValueError(f"a tenant's name of {len(value)} characters: at most {LONGEST} are used")
+    if _UNUSABLE.search(value):
+        raise ValueError(f"{value!r} is not the name of a tenant: it has a control character")
+    return canonical_uuid(value) if _UUID.fullmatch(value.lower()) else value
 
 
 def canonical_uuid(value: Any) -> str:

@@ -22,6 +22,8 @@ from moored.broker import (
     EventSource,
     Identity,
     Jwt,
+    canonical_tenant,
+    canonical_uuid,
 )
 from moored.broker.postgres import ListenerEvents, OutboxEvents
 from moored.broker.prometheus import BrokerCollector
@@ -39,6 +41,8 @@ __all__ = ["BROKER_PATHS", "DRAIN", "broker_health", "broker_parts"]
 NAME = "broker"
 READY = "broker_ready"
 BROKER_PATHS = ("/v1/subscribe", "/v1/subscribe.js", "/v1/tickets")
+#: What names a tenant, by `broker_tenant_form`.
+CANONICAL = {"text": canonical_tenant, "uuid": canonical_uuid}
 #: Seconds between two looks at the source.
 LOOK = 0.5
 #: Seconds within which the streams end, one by one, before HTTP stops.
@@ -91,6 +95,7 @@ class LiveEvents:
                 self._source(config),
                 channels=config.broker_channels,
                 tenant=config.broker_tenant,
+                canonical=CANONICAL[config.broker_tenant_form],
                 max_streams=min(config.broker_max_streams, _room(config)),
                 recorder=wiring.recorder,
                 clock=wiring.clock,

@@ -203,7 +203,13 @@ class Config:
     broker_tenant: str = _knob(
         "org_id",
         _parse.text,
-        "The field of an event's payload, and the claim of a token, that names the tenant, a UUID.",
+        "The field of an event's payload, and the claim of a token, that names the tenant.",
+    )
+    broker_tenant_form: str = _knob(
+        "text",
+        _parse.choice("text", "uuid"),
+        "What names a tenant: `text` (1 to 200 characters, or an integer; a UUID in any spelling "
+        "is one name), or `uuid`, so that an event or a token with anything else is refused.",
     )
     broker_origins: tuple[str, ...] = _knob(
         (),
