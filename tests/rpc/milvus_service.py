@@ -17,7 +17,7 @@ from tests.servers import free_port
 __all__ = ["CALLERS", "LIMIT", "VIOLATION", "Server", "Service"]
 
 CALLERS = 20
-LIMIT = 30.0
+LIMIT = 120.0
 VIOLATION = "code: STREAMING_CODE_REPLICATE_VIOLATION, cause: not primary"
 
 

@@ -34,7 +34,7 @@ from .milvus_server import MilvusServer
 from .topology_server import TopologyServer, body_of
 
 CALLERS = 20
-LIMIT = 30.0
+LIMIT = 120.0
 
 _names = (f"c{number}" for number in itertools.count(1))
 
