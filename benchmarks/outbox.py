@@ -6,11 +6,16 @@ published, each in a transaction of its own, and consumed. NOTIFY holds a lock o
 during the flush, so that commits follow one after the other; without it, they share a flush.
 `wake_ms_p50_…` is the time from before `publish()` to the consumer, with one publisher; `standby`
 is a replica without the stream, which the one that has it wakes.
+
+`open_elsewhere_p99_vs_none` is the 99th percentile of that time at 200 events per second, while a
+writing transaction is open in another database, divided by that without one; for
+`open_unpublished_p99_vs_none`, the transaction is in the same database, and has not published.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import sys
 import tempfile
 import time
@@ -144,7 +149,7 @@ def read(report: Report, url: str, events: int, rounds: int) -> None:
 
 #: A flush takes at least 2 ms, whatever the disk, and commits that wait meanwhile share the next.
 SLOW_FLUSH = {"fsync": "on", "commit_delay": "2000", "commit_siblings": "0"}
-LIMIT = 60.0
+LIMIT = 180.0
 
 
 #: How consumers learn of an event: `wake`; in a replica without the stream; without a table.
@@ -258,7 +263,75 @@ def wakes(report: Report, quick: bool) -> None:
             report.add(f"wake_ms_p50_{side}", wake_latency(server.url, side, 50 if quick else 500))
 
 
+# -- transactions that have not published ---------------------------------------------------------
+
+#: Events per second, and of one phase.
+RATE, PHASE = 200, 200
+#: Where a transaction is open that has written, and has not published.
+Where = Literal["none", "elsewhere", "unpublished"]
+
+
+@asynccontextmanager
+async def writing(url: str, elsewhere: str, where: Where) -> AsyncIterator[None]:
+    """Keep a transaction open."""
+    async with AsyncExitStack() as stack:
+        if where != "none":
+            place = url if where == "unpublished" else elsewhere
+            conn = await stack.enter_async_context(await psycopg.AsyncConnection.connect(place))
+            await conn.execute("create table written (n int); insert into written values (1)")
+        yield
+        if where != "none":
+            await conn.rollback()
+
+
+async def phase(outbox: Outbox, url: str, payloads: AsyncIterator[str]) -> list[float]:
+    """Publish at a steady rate; return the seconds from before each event to the consumer."""
+    sent: list[float] = []
+
+    async def publish() -> None:
+        async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+            begin = time.perf_counter()
+            for number in range(PHASE):
+                await asyncio.sleep(max(0.0, begin + number / RATE - time.perf_counter()))
+                sent.append(time.perf_counter())
+                await outbox.publish(conn, "orders", str(number))
+
+    publishing, found = asyncio.create_task(publish()), []
+    async with asyncio.timeout(LIMIT):
+        for number in range(PHASE):
+            if await anext(payloads) != str(number):
+                raise AssertionError("an event is missing, or came twice")
+            found.append(time.perf_counter() - sent[number])
+        await publishing
+    return found
+
+
+def open_transactions(report: Report, rounds: int) -> None:
+    """Compare the latency with and without open transactions, one after the other."""
+
+    async def run(url: str, elsewhere: str) -> dict[Where, list[float]]:
+        found: dict[Where, list[float]] = {where: [] for where in get_args(Where)}
+        async with woken(url, "stream") as (outbox, payloads):
+            await phase(outbox, url, payloads)  # the first time, connections are opened
+            for _ in range(rounds):
+                for where, times in found.items():
+                    async with writing(url, elsewhere, where):
+                        times += await phase(outbox, url, payloads)
+        return found
+
+    with SyncEmbeddedPostgres() as server:
+        with psycopg.connect(server.url, autocommit=True) as conn:
+            conn.execute("create database elsewhere")
+        found = asyncio.run(run(server.url, server.url_of("elsewhere")))
+    p99 = {where: statistics.quantiles(times, n=100)[98] for where, times in found.items()}
+    for where, value in p99.items():
+        report.add(f"open_{where}_ms_p99", Figure(value * 1000, "ms"))
+    for where in ("elsewhere", "unpublished"):
+        report.add(f"open_{where}_p99_vs_none", Figure(p99[where] / p99["none"], "times"))
+
+
 def measure(report: Report, quick: bool) -> None:
+    open_transactions(report, 5 if quick else 25)
     wakes(report, quick)
     with SyncEmbeddedPostgres() as server:
         gap(report, server.url, 500 if quick else 10_000, 3 if quick else 20)
