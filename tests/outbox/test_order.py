@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 
-from moored.postgres.outbox import Outbox
+from moored.postgres.outbox import Outbox, _looks
 from moored.postgres.outbox._barrier import Barrier
 from moored.testing import mutant
 
 from .barrier_model import Look
 from .conftest import Sql
-from .reading import next_event, payloads, transaction
+from .reading import LIMIT, next_event, payloads, transaction
 from .test_barrier import without_bounds, without_holders
 
 
@@ -48,6 +49,21 @@ async def test_a_wrong_reader_is_caught(url: str, outbox: Outbox, sql: Sql, look
     with mutant(Barrier, "look", look, name="a wrong reader"):
         found = await commits_out_of_order(url, outbox, sql)
     assert found != ["second", "first", "third"]
+
+
+async def test_only_a_scan_of_the_locks_is_followed_by_a_pause(
+    outbox: Outbox, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_looks, "PAUSE", math.inf)
+    monkeypatch.setattr(_looks, "LONGEST_PAUSE", 2 * LIMIT)
+    async with asyncio.timeout(LIMIT):
+        cursor = (await outbox.read()).cursor
+        await outbox.read(cursor)
+        await outbox.publish(sql, "orders", "1")
+        assert len((await outbox.read(cursor)).events) == 1
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.2):
+            await outbox.read(cursor)
 
 
 async def test_events_are_delivered_once_the_other_publisher_ends_without_a_wake_up(

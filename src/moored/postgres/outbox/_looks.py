@@ -13,8 +13,8 @@ from .._position import History
 from ._barrier import Barrier
 from ._ddl import VERSION
 
-#: After a look comes a pause of so many times as long as it took, and of so many seconds at most: a
-#: look is a scan of the server's table of locks, which other sessions wait for.
+#: After a look that scans the server's table of locks, which other sessions wait for, comes a pause
+#: of so many times as long as it took, and of so many seconds at most.
 PAUSE, LONGEST_PAUSE = 5, 0.05
 
 READ_COMMITTED: LiteralString = "set transaction isolation level read committed;\n"
@@ -108,13 +108,15 @@ class Looks:
                 await asyncio.sleep(pause)
             self._begun += 1
             before = clock.monotonic()
-            self.last = await self._look(self.last)
+            self.last, scanned = await self._look(self.last)
             self._ended = self._begun
-            now = clock.monotonic()
-            self._not_before = now + min(PAUSE * (now - before), LONGEST_PAUSE)
+            if scanned:
+                now = clock.monotonic()
+                self._not_before = now + min(PAUSE * (now - before), LONGEST_PAUSE)
             return self.last
 
-    async def _look(self, last: Look | None) -> Look:
+    async def _look(self, last: Look | None) -> tuple[Look, bool]:
+        """Look once; also return whether it has scanned the table of locks, for newer ids."""
         while True:
             final = 0 if last is None else last.final
             _, ((*found, cache, highest),), ((holders,),) = await self._results(_LOOK, final=final)
@@ -128,7 +130,7 @@ class Looks:
         barrier = last.barrier
         if holders is not None:
             barrier = barrier.look(highest or 0, holders)
-        return Look(server, barrier, snapshot)
+        return Look(server, barrier, snapshot), holders is not None
 
 
 def _check(version: int, cache: int | None) -> None:
