@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from tests.soaking import some_of
 
-from moored.postgres import Health, Postgres
+from moored.postgres import Changes, Health, Postgres
 from moored.postgres.consume import Publisher
 from moored.postgres.consume._store import StateStore
 from moored.postgres.manage import _manager
@@ -246,13 +246,41 @@ async def test_a_consumer_of_a_whole_schema_is_told_of_a_missing_table_within_se
         assert ids(await following(changes)) == [1]
         await run(sql, f"create table other {NEW}", "insert into other values (2, 'x')")
         assert ids(await following(changes)) == [2]
-
-        async def followed() -> bool:
-            return "public.other" in pg._hub.tables.of(changes.name)
-
-        await until(followed, TOLD)
+        await until(follows_other(pg, changes), TOLD)
         await run(sql, "drop table other")
         assert "public.other is no longer published" in (await next_reset(changes, TOLD)).reason
+
+
+async def test_a_table_that_was_created_during_a_check_is_missed_when_it_is_dropped(
+    make: MakePostgres, sql: Sql, stream_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the catalog is again as it was when the check began."""
+    check_existence, armed = Publisher._check_existence, False
+
+    async def create_before(self: Publisher, conn: Sql) -> None:
+        nonlocal armed
+        if armed:
+            armed = False
+            await run(sql, f"create table other {NEW}")
+        await check_existence(self, conn)
+
+    monkeypatch.setattr(Publisher, "_check_existence", create_before)
+    await run(sql, f"create publication {publication(stream_id)} for tables in schema public")
+    async with make(check_every=3600.0) as pg:
+        changes = pg.changes()
+        await pg.wait_until_published(timeout=LIMIT)
+        armed = True
+        pg._hub.check_tables()
+        await until(follows_other(pg, changes), TOLD)
+        await run(sql, "drop table other")
+        assert "public.other is no longer published" in (await next_reset(changes, TOLD)).reason
+
+
+def follows_other(pg: Postgres, changes: Changes) -> Callable[[], Awaitable[bool]]:
+    async def so() -> bool:
+        return "public.other" in pg._hub.tables.of(changes.name)
+
+    return so
 
 
 async def test_a_stream_that_sleeps_is_left_asleep_when_a_table_changes(

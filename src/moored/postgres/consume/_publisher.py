@@ -80,7 +80,7 @@ class Publisher:
         self._removes = not settings.manual_publication and not settings.publication
         self._keyless: set[str] = set()
         self._gone: set[str] = set()
-        #: What `_query_marker` has returned before the last check, if that has published nothing.
+        #: What `_query_marker` has returned before and after the last check; empty if it differed.
         self._marker: list[Any] = []
 
     async def publish(self, conn: Connection) -> list[str]:
@@ -92,6 +92,9 @@ class Publisher:
             return []
         self._marker = await self._query_marker(conn)
         found, busy = await uncancelled(conn, self._publish_unconfirmed(conn, consumers))
+        # A table that came in between, and goes again, leaves the catalog as it was before.
+        if self._marker != await self._query_marker(conn):
+            self._marker = []
         self._report_gone(found)
         waiting: set[str] = set()
         followed: dict[str, str] = {}
