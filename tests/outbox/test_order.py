@@ -6,6 +6,7 @@ import asyncio
 import math
 
 import pytest
+from tests.postgres.server import until
 
 from moored.postgres.outbox import Outbox, _looks
 from moored.postgres.outbox._barrier import Barrier
@@ -54,6 +55,10 @@ async def test_a_wrong_reader_is_caught(url: str, outbox: Outbox, sql: Sql, look
 async def test_only_a_scan_of_the_locks_is_followed_by_a_pause(
     outbox: Outbox, sql: Sql, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    async def watched() -> bool:
+        return outbox.last_status is not None
+
+    await until(watched)  # it looks every 15 s
     monkeypatch.setattr(_looks, "PAUSE", math.inf)
     monkeypatch.setattr(_looks, "LONGEST_PAUSE", 2 * LIMIT)
     async with asyncio.timeout(LIMIT):
