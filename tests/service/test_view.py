@@ -20,6 +20,7 @@ pytestmark = pytest.mark.pure
         ("app/db", ["app/db"]),
         ("/app/db/", ["app/db"]),
         ("db", ["app/db"]),
+        ("mq", ["app/mq"]),
         ("watch", ["app/db/watch", "app/mq/watch"]),
         ("db/watch", ["app/db/watch"]),
         ("b", []),
@@ -31,7 +32,7 @@ def test_a_component_is_found_by_the_end_of_its_path(wanted: str, found: list[st
     def node(name: str, *children: Tree) -> Tree:
         return Tree(name, "running", 0.0, children=children)
 
-    root = node("app", node("db", node("watch")), node("mq", node("watch")))
+    root = node("app", node("db", node("watch")), node("mq", node("watch"), node("mq")))
     health = PartHealth({"db": ("up",)})
     monitor = StatusMonitor(["up"], health.status)
     view = View(lambda: root, monitor, health, Recorder(), Clock.system())

@@ -10,6 +10,7 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of, refuse, unmet
+from moored.postgres import Outbox
 from moored.service import (
     READY_STATES,
     Config,
@@ -24,15 +25,16 @@ from moored.service import (
 
 from ._asgi import AppEndpoint
 from ._component import Run, component_part
-from ._consumed import consumed_from
+from ._consumed import Consumed, EventsOfOutbox, TransactionsOfStream
 from ._consumer import Handle, consumer_part
 from ._parked import OnPoison
 from ._parts import Judgement, PartEntry
+from ._shared_outbox import SharedOutbox
 
 if TYPE_CHECKING:
     from moored.broker import Authenticator, Broker
     from moored.leases import Leases
-    from moored.postgres import Outbox, Postgres
+    from moored.postgres import Postgres
     from moored.reservoir import AsyncConnectionPool
     from moored.sessions import Sessions
 
@@ -86,6 +88,7 @@ class App:
         self._parts: dict[str, Part] = {}
         #: The names of the parts that stream changes.
         self._streams: dict[Postgres, str] = {}
+        self._outboxes: dict[Outbox, SharedOutbox] = {}
         self._service: Service | None = None
         self._stack: AsyncExitStack | None = None
         #: The HTTP app: health, status, explanations, metrics and the page. Mount it at any path.
@@ -228,7 +231,8 @@ class App:
         reads = event_source(source)
         broker = Broker(reads, name=entry.name, recorder=self.recorder, **options)
         served = authenticate and BrokerApp(broker, authenticate, origins=origins)
-        self._add(broker_part(entry, broker, source, served))
+        outbox = self._shared(source) if isinstance(source, Outbox) else None
+        self._add(broker_part(entry, broker, outbox, served))
         return broker
 
     @overload
@@ -311,7 +315,7 @@ class App:
         :param required: whether the app is not ready while the consumer is not. It is degraded
             instead by default: an app can serve requests while a transaction waits.
         """
-        outbox = not hasattr(source, "changes")
+        outbox = isinstance(source, Outbox)
         refuse(
             f"the consumer {consumer!r}",
             unmet(
@@ -337,7 +341,12 @@ class App:
             # Of an outbox, too, one replica at a time gets the events of a consumer.
             entry = replace(entry, after=others, stands_by=bool(streams))
             _check_async(entry.name, handle)
-            consumed = consumed_from(source, consumer, tables, channels, tenant)
+            consumed: Consumed
+            if isinstance(source, Outbox):
+                shared = self._shared(source)
+                consumed = EventsOfOutbox(source, shared, consumer, channels, tenant)
+            else:
+                consumed = TransactionsOfStream(source, consumer, tables)
             park = OnPoison(tries, max_parked) if on_poison == "park" else None
             self._add(consumer_part(entry, consumed, handle, park))
             return handle
@@ -347,6 +356,9 @@ class App:
     def add(self, part: Part) -> None:
         """Add a part of another kind: see `moored.service.Part`."""
         self._add(part)
+
+    def _shared(self, outbox: Outbox) -> SharedOutbox:
+        return self._outboxes.setdefault(outbox, SharedOutbox(outbox))
 
     def _entry(self, name: str, required: bool, after: Iterable[str]) -> PartEntry:
         after = (after,) if isinstance(after, str) else tuple(after)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
 from typing import Any, Protocol
 
-from moored.kernel import Child, Context, counted, duration
+from moored.kernel import Child, counted, duration
 from moored.postgres import Health, Outbox, OutboxEvent, Parking, Postgres, Reset, Transaction
 from moored.service import Wiring
 
-from ._parts import RETRY, STOP_TIMEOUT, PartEntry
+from ._parts import PartEntry
+from ._shared_outbox import SharedOutbox
 
-__all__ = ["Consumed", "Item", "consumed_from"]
+__all__ = ["Consumed", "EventsOfOutbox", "Item", "TransactionsOfStream"]
 
 Item = Transaction | OutboxEvent
 
@@ -91,26 +91,31 @@ class TransactionsOfStream:
 
 
 class EventsOfOutbox:
-    """The events of an outbox; one of a pool is opened here, unless another part has opened it."""
+    """The events of an outbox."""
 
     noun = "event"
-    not_ready = "the outbox is not open yet"
+    not_ready = SharedOutbox.not_open
 
     def __init__(
-        self, outbox: Outbox, consumer: str, channels: Iterable[str], tenant: str | None
+        self,
+        outbox: Outbox,
+        shared: SharedOutbox,
+        consumer: str,
+        channels: Iterable[str],
+        tenant: str | None,
     ) -> None:
         self._outbox = outbox
+        self._shared = shared
         self._consumer = consumer
         self._channels = [channels] if isinstance(channels, str) else list(channels)
         self._tenant = tenant
-        self._open = asyncio.Event()
 
     def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
         return self._attached()
 
     @asynccontextmanager
     async def _attached(self) -> AsyncIterator[AsyncIterator[Item | Reset]]:
-        await self._open.wait()
+        await self._shared.wait()
         consumer, channels, tenant = self._consumer, self._channels, self._tenant
         async with self._outbox.consume(consumer, channels=channels, tenant=tenant) as events:
             yield events
@@ -138,28 +143,4 @@ class EventsOfOutbox:
         )
 
     def children(self, entry: PartEntry, wiring: Wiring) -> Sequence[Child]:
-        async def opened(ctx: Context) -> None:
-            await entry.begin(ctx, wiring)
-            async with AsyncExitStack() as stack:
-                # That of a Postgres is started by its first use.
-                if not (self._outbox.on_first_use or self._outbox.is_open):
-                    await stack.enter_async_context(self._outbox)
-                self._open.set()
-                if not entry.after:
-                    ctx.started()
-                await asyncio.Event().wait()
-
-        return [Child("outbox", opened, backoff=RETRY, shutdown=STOP_TIMEOUT)]
-
-
-def consumed_from(
-    source: Postgres | Outbox,
-    consumer: str,
-    tables: Iterable[str],
-    channels: Iterable[str],
-    tenant: str | None,
-) -> Consumed:
-    """Return what a consumer reads."""
-    if isinstance(source, Outbox):
-        return EventsOfOutbox(source, consumer, channels, tenant)
-    return TransactionsOfStream(source, consumer, tables)
+        return [self._shared.child(entry, wiring)]

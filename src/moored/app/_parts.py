@@ -115,6 +115,7 @@ def system_part(
     *,
     collector: Callable[[], Collector],
     early: bool = False,
+    beside: Callable[[PartEntry, Wiring], Child] | None = None,
     before_stop: Callable[[], Awaitable[None]] | None = None,
     **more: Any,
 ) -> Part:
@@ -124,6 +125,7 @@ def system_part(
     :param running: returns an async context manager that opens and closes the system.
     :param judge: returns the health of the open system, with the reason.
     :param early: whether the next part starts before this system is open.
+    :param beside: returns a child that is started before that of the system.
     :param before_stop: awaited before HTTP and the parts are stopped.
     """
 
@@ -146,7 +148,8 @@ def system_part(
                             wiring.health(entry.name, *judge())
                             await asyncio.sleep(LOOK)
 
-        return [Child(child, run, backoff=RETRY, shutdown=STOP_TIMEOUT)]
+        first = [] if beside is None else [beside(entry, wiring)]
+        return [*first, Child(child, run, backoff=RETRY, shutdown=STOP_TIMEOUT)]
 
     return entry.part(build, **more)
 

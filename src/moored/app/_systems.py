@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ from moored.sessions.prometheus import SessionsCollector
 
 from ._parts import RETRY, STOP_TIMEOUT, Judgement, PartEntry, Shown, system_part
 from ._sessions_routes import SESSIONS_PATH, sessions_routes
+from ._shared_outbox import SharedOutbox
 
 #: Seconds that the callers of a pool may wait before it is reported.
 WAITING = 3.0
@@ -227,16 +228,16 @@ def event_source(source: Any) -> Any:
     return source
 
 
-def broker_part(entry: PartEntry, broker: Broker, source: Any, app: BrokerApp | None) -> Part:
+def broker_part(
+    entry: PartEntry, broker: Broker, outbox: SharedOutbox | None, app: BrokerApp | None
+) -> Part:
     """Return a part that feeds a broker, and serves its streams if it has an app."""
 
     @asynccontextmanager
     async def running() -> AsyncIterator[None]:
-        async with AsyncExitStack() as stack:
-            # The outbox of a Postgres is started by its first use, one of a pool here.
-            if isinstance(source, Outbox) and not (source.on_first_use or source.is_open):
-                await stack.enter_async_context(source)
-            await stack.enter_async_context(broker)
+        if outbox is not None:
+            await outbox.wait()
+        async with broker:
             yield
 
     return system_part(
@@ -247,6 +248,7 @@ def broker_part(entry: PartEntry, broker: Broker, source: Any, app: BrokerApp | 
         lambda: broker_health(broker),
         collector=lambda: BrokerCollector(broker),
         early=True,
+        beside=None if outbox is None else outbox.child,
         before_stop=lambda: broker.drain(over=DRAIN),
         public={} if app is None else dict.fromkeys(BROKER_PATHS, app),
         streams=0 if app is None else broker.max_streams,

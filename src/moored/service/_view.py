@@ -158,12 +158,14 @@ class View:
         return tuple(sorted({*paths, *self.recorder.components()} - others))
 
     def find(self, wanted: str) -> list[str]:
-        """Return the component with this path or name, or else those whose path ends with it."""
+        """Return the component with this path or name, a part, or those whose path ends with it."""
         wanted = wanted.strip("/")
         known = self.components()
         if wanted in (*known, *self.recorder.components(), *map(_part_of, self.systems)):
             return [wanted]
-        return [name for name in known if name.endswith(f"/{wanted}")]
+        found = [name for name in known if name.endswith(f"/{wanted}")]
+        part = f"{self.root().name}/{wanted}"  # and not its child of the same name
+        return [part] if part in found else found
 
     def explain(self, component: str) -> dict[str, Any]:
         """Return why a component is in its present state, as text and as events."""

@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any, NamedTuple, Self, TypeVar, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar, cast, get_args
 from weakref import WeakSet
 
+import psycopg
 from psycopg import sql
 
 from moored.kernel import (
@@ -24,6 +25,7 @@ from moored.kernel import (
     refuse,
     unmet,
 )
+from moored.reservoir import AsyncConnectionPool
 
 from .._errors import ConfigurationError, PostgresError
 from ..consume import Reset
@@ -40,6 +42,9 @@ from ._status import OutboxStatus, installed_wake, read_status
 from ._stream_wakes import StreamWakes
 from ._upgrade import build_indexes
 from ._wakes import Wakes, WakeSource
+
+if TYPE_CHECKING:
+    from .._postgres import Postgres
 
 log = logging.getLogger("moored.postgres")
 
@@ -170,12 +175,14 @@ class Outbox:
         self.wakes.certain = self._ring
         self._clock = clock
         self._recorder = recorder
-        self._own = None
+        #: The `Postgres` whose outbox it is; None for one of a pool or a URL.
+        self.postgres = cast("Postgres", source) if streams else None
+        self._url = source if isinstance(source, str) else None
         if isinstance(source, str):
-            source = self._own = pool_by(source, min_size=1, max_size=POOL_SIZE, name="outbox")
-        elif streams:
-            source = cast(PsycopgPool, cast(Any, source).outbox_pool)
-        self._reader = Reader(source, self.schema)
+            connections: PsycopgPool = _pool(source)
+        else:
+            connections = source if self.postgres is None else self.postgres.outbox_pool
+        self._reader = Reader(connections, self.schema)
         self._pages = self._ring or self._reader
         self._consumers: WeakSet[OutboxConsumer] = WeakSet()
         self._supervisor: Supervisor | None = None
@@ -189,21 +196,28 @@ class Outbox:
         """Start the upkeep and the wake-ups; `async with` calls this.
 
         `publish()` does not need it, nor does any method that runs one statement, if the outbox
-        was given a pool that is open.
+        was given a pool that is open. After an error, it can be called again.
         """
         if self._state != "new":
             raise PostgresError(f"{self!r} was opened before: create a new one")
-        self._supervisor = Supervisor(
-            "outbox", children=self._children(), clock=self._clock, recorder=self._recorder
-        )
-        async with AsyncExitStack() as stack:
-            if self._own is not None:
-                await stack.enter_async_context(self._own)
-            if self._install:
-                await self.install()
-            await stack.enter_async_context(self._supervisor)
-            self._stack = stack.pop_all()
-        self._state = "open"
+        self._state = "opening"
+        try:
+            async with AsyncExitStack() as stack:
+                if self._url is not None:
+                    # A pool is opened once, and this may be a further attempt.
+                    self._reader.connections = pool = _pool(self._url)
+                    await stack.enter_async_context(pool)
+                if self._install:
+                    await self.install()
+                supervisor = Supervisor(
+                    "outbox", children=self._children(), clock=self._clock, recorder=self._recorder
+                )
+                await stack.enter_async_context(supervisor)
+                self._stack = stack.pop_all()
+        except BaseException:
+            self._state = "new"
+            raise
+        self._supervisor, self._state = supervisor, "open"
 
     def child(self) -> Child:
         """Return the upkeep and the wake-ups as a child of a supervisor, in place of `open()`."""
@@ -517,6 +531,10 @@ class Outbox:
 
 _PARTITIONS = "select {schema}.outbox_partitions(%(every)s::interval)"
 _PRUNE = "select {schema}.outbox_prune(%(retain)s::interval, %(max_bytes)s)"
+
+
+def _pool(url: str) -> AsyncConnectionPool[psycopg.AsyncConnection[Any]]:
+    return pool_by(url, min_size=1, max_size=POOL_SIZE, name="outbox")
 
 
 async def _attempt(failure: str, work: Callable[[], Coroutine[Any, Any, T]]) -> T | None:

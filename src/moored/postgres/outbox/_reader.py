@@ -166,7 +166,8 @@ class Reader:
     """Runs the statements on pooled connections."""
 
     def __init__(self, connections: PsycopgPool, schema: str) -> None:
-        self._connections = connections
+        #: Replaced when an outbox of a URL is opened again.
+        self.connections = connections
         self._parts = parts(schema)
         #: What is final, for all readers of this process.
         self.looks = Looks(self.results)
@@ -175,12 +176,16 @@ class Reader:
         # When the statements in progress were begun.
         self._running: dict[object, float] = {}
 
+    def connection(self) -> AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]:
+        """Check out a connection."""
+        return self.connections.connection()
+
     @property
     def unanswered(self) -> float:
         """Seconds for which the server has not answered the pool, or the oldest statement."""
         now = time.monotonic()
         waited = max((now - began for began in list(self._running.values())), default=0.0)
-        return max(waited, getattr(self._connections, "silent_for", 0.0))
+        return max(waited, getattr(self.connections, "silent_for", 0.0))
 
     async def page(
         self,
@@ -246,7 +251,7 @@ class Reader:
 
     async def alone(self, query: LiteralString, **names: sql.Composable) -> None:
         """Run a statement that must not be within a transaction."""
-        async with self._connections.connection() as conn:
+        async with self.connection() as conn:
             before = conn.autocommit
             await conn.set_autocommit(True)
             try:
@@ -271,7 +276,7 @@ class Reader:
         self._running[key] = time.monotonic()
         try:
             async with (
-                self._connections.connection() as conn,
+                self.connection() as conn,
                 AsyncClientCursor(conn) as cursor,
             ):
                 await cursor.execute(text, values or None)

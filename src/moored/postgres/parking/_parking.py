@@ -145,8 +145,7 @@ class Parking(Generic[T]):
     def of(source: Postgres | Outbox, consumer: str) -> Parking[Any]:
         """Return the parked items of a consumer of changes, or of an outbox with a table."""
         if isinstance(source, Outbox):
-            name, pool = f"outbox {source.schema}", source._reader._connections
-            return Parking(pool, name, consumer, StoredEvents())
+            return Parking(source._reader, f"outbox {source.schema}", consumer, StoredEvents())
         pg = source
         stored = StoredTransactions(lambda: Attachment(pg._hub, consumer), lambda: pg._stack.types)
         return Parking(pg, f"stream {pg.settings.stream_id}", consumer, stored)

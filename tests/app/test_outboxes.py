@@ -1,0 +1,118 @@
+"""The outbox of a pool or of a URL is opened once, for all parts of an app that read it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator
+
+import psycopg
+import pytest
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+from tests.reservoir.harness import until
+
+from moored.app import App
+from moored.broker import LiveEvent
+from moored.embedded import SyncEmbeddedPostgres
+from moored.kernel import Backoff
+from moored.postgres import Outbox, OutboxEvent, Reset
+from moored.service import Config
+from moored.testing import running_app
+
+#: Seconds within which everything here happens, on a busy machine too.
+LIMIT = 60.0
+
+
+def health(app: App) -> dict[str, str]:
+    return dict(app._running().view.parts())
+
+
+class Mails:
+    """A function of a consumer that remembers the events."""
+
+    def __init__(self) -> None:
+        self.events: list[OutboxEvent] = []
+
+    async def __call__(self, item: OutboxEvent | Reset) -> None:
+        if isinstance(item, OutboxEvent):
+            self.events.append(item)
+
+
+@pytest.mark.parametrize("after", [["db"], []])
+async def test_a_broker_and_two_consumers_read_one_outbox_of_a_pool(
+    postgres_url: str, after: list[str]
+) -> None:
+    app, mail, text = App("orders", config=Config()), Mails(), Mails()
+    db = app.pool(postgres_url, name="db", max_size=6)
+    outbox = Outbox(db, install=True, wake="poll")
+    app.consumer(outbox, "mail", after=after)(mail)
+    live = app.broker(outbox, after=after, canonical=str)
+    app.consumer(outbox, "text", after=after)(text)
+    async with running_app(app, timeout=LIMIT), asyncio.timeout(LIMIT):
+        await until(lambda: {*health(app).values()} == {"active"}, "all parts work", LIMIT)
+        async with live.subscribe("acme") as events:
+            async with db.connection() as conn:
+                await outbox.publish(conn, "orders", {"id": 1}, tenant="acme")
+            while not isinstance(await anext(events), LiveEvent):
+                pass
+        await until(lambda: mail.events and text.events, "both consumers have it", LIMIT)
+        for part in ("broker", "consumer-mail", "consumer-text"):
+            assert "restarts" not in app.explain(part)
+    assert not outbox.is_open
+
+
+@pytest.fixture
+async def stranger(postgres_url: str) -> AsyncIterator[tuple[str, sql.Identifier]]:
+    """The URL of a role that may not create a schema, and its name."""
+    name = f"stranger_{secrets.token_hex(4)}"
+    role = sql.Identifier(name)
+    async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as conn:
+        await conn.execute(sql.SQL("create role {} login password 'secret'").format(role))
+        yield make_conninfo(postgres_url, user=name, password="secret"), role
+        await conn.execute(sql.SQL("drop owned by {} cascade").format(role))
+        await conn.execute(sql.SQL("drop role {}").format(role))
+
+
+async def test_an_outbox_that_cannot_be_installed_yet_is_opened_later(
+    postgres_url: str, stranger: tuple[str, sql.Identifier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored.app._shared_outbox.RETRY", Backoff(0.05, 0.2))
+    url, role = stranger
+    app, mail = App("orders", config=Config()), Mails()
+    outbox = Outbox(url, install=True, wake="poll")
+    app.consumer(outbox, "mail")(mail)
+    app.broker(outbox, canonical=str)
+    async with (
+        running_app(app, timeout=LIMIT),
+        await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as conn,
+    ):
+        for part in ("consumer-mail", "broker"):
+            again = re.compile(r"^  restarts [2-9]", re.MULTILINE)
+            await until(lambda: again.search(app.explain(part)), f"{part} is retried", LIMIT)  # noqa: B023
+            assert "permission denied for database" in app.explain(part)
+            assert health(app)[part] == "starting"
+        await conn.execute(
+            sql.SQL("grant create on database {} to {}").format(
+                sql.Identifier(conn.info.dbname), role
+            )
+        )
+        await until(lambda: {*health(app).values()} == {"active"}, "all parts work", LIMIT)
+        await outbox.publish(conn, "mail", 1)
+        await until(lambda: mail.events, "the event is handled", LIMIT)
+
+
+async def test_an_app_starts_while_the_database_of_an_outbox_is_down() -> None:
+    with SyncEmbeddedPostgres() as server:
+        app, mail = App("orders", config=Config()), Mails()
+        outbox = Outbox(server.url, install=True, wake="poll")
+        app.consumer(outbox, "mail")(mail)
+        app.consumer(outbox, "required", name="required", required=True)(mail)
+        server.kill()
+        async with app:  # the parts after it, and HTTP, start as well
+            assert app.status == "starting"
+            assert "the outbox is not open yet" in app.explain("consumer-mail")
+            server.start()
+            await app.ready(LIMIT)
+            await until(lambda: {*health(app).values()} == {"active"}, "all parts work", LIMIT)
