@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,9 @@ from sqlalchemy import Connection, Engine, event, make_url, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 from tests.programs import run_program
 from tests.reservoir.engines import WAYS, Desk, SteppedClock, Way, terminate, unseen
-from tests.reservoir.harness import until
+from tests.reservoir.harness import LIMIT, until
 
+from moored.kernel import awaited
 from moored.reservoir.sqlalchemy import create_engine, reservoir_of
 
 
@@ -149,6 +152,31 @@ async def test_a_listener_that_raises_does_not_keep_a_connection_open(
     assert "a close listener failed: broken gauge (ValueError)" in caplog.text
 
 
+async def test_a_listener_that_hangs_does_not_keep_a_connection_open(
+    way: Way, module_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that queries, over the connection that is closed, a server that has vanished."""
+    monkeypatch.setattr("moored.reservoir._upkeep.CLOSE_PATIENCE", 0.2)
+    forever = threading.Event()
+
+    def hang(conn: Any, record: Any) -> None:
+        if hasattr(conn, "run_async"):
+            conn.run_async(lambda _: asyncio.get_running_loop().create_future())
+        else:
+            forever.wait()
+
+    async with Desk(way, module_url, pool_size=1, max_overflow=0) as desk:
+        event.listen(desk.sync_engine, "close", hang)
+        first = await desk.ask()
+        await awaited(desk.pool.drain())
+        try:
+            async with asyncio.timeout(LIMIT):
+                assert await desk.ask() != first, "it is replaced"
+            assert "a close listener failed: it did not end within 0.2 s" in caplog.text
+        finally:
+            forever.set()
+
+
 def test_a_child_process_counts_only_its_own_connections(module_url: str) -> None:
     engine = create_engine(module_url, pool_size=1, max_overflow=0)
     gauge = Gauge(engine)
@@ -179,6 +207,7 @@ def test_a_child_process_counts_only_its_own_connections(module_url: str) -> Non
 LOOPS = """
 import asyncio, gc, sys
 from sqlalchemy import event, text
+from moored.kernel import awaited
 from moored.reservoir.sqlalchemy import create_async_engine
 
 engine = create_async_engine(sys.argv[1], pool_size=2, max_overflow=0)

@@ -51,7 +51,7 @@ C = TypeVar("C")
 
 #: For how many seconds a turn under the rate limit is valid; a later connect needs a new turn.
 TURN = 0.1
-#: How long a driver may take to close one connection.
+#: How long a close listener, and then the driver, may take to close one connection.
 CLOSE_PATIENCE = 5.0
 
 
@@ -417,8 +417,10 @@ class Upkeep(Generic[C]):
     async def _close_item(self, item: Item[C]) -> None:
         """Close a connection, and then release its lease."""
         try:
-            await self._report_close(item)
-            await self._close_and_release(item.conn, item.lease)
+            try:
+                await self._report_close(item)
+            finally:
+                await self._close_and_release(item.conn, item.lease)
         finally:
             with self._lock:
                 self.core.closed()
@@ -430,12 +432,16 @@ class Upkeep(Generic[C]):
             await self._leave_when_empty()
 
     async def _report_close(self, item: Item[C]) -> None:
-        report = self._reservoir.on_close(item)
+        """Call the close listener, which may wait for a connection that is dead."""
+        limit = asyncio.timeout(CLOSE_PATIENCE)
         try:
-            if report is not None:
-                await self._call(report)
+            if (report := self._reservoir.on_close(item)) is not None:
+                async with limit:
+                    await self._call(report)
         except Exception as error:
-            log.error("%s: a close listener failed: %s", self.name, describe(error), exc_info=error)
+            late = f"it did not end within {CLOSE_PATIENCE:g} s"
+            why = late if limit.expired() else describe(error)
+            log.error("%s: a close listener failed: %s", self.name, why, exc_info=error)
 
     async def _close(self, conn: Any) -> None:
         driver = self.recipe.driver
