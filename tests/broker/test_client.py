@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from contextlib import aclosing
 from typing import Any
 
+import httpx
 import pytest
 from tests.broker.serving import ACME, KEYS, served
 from tests.servers import free_port
@@ -52,6 +54,24 @@ async def test_client_gets_every_event_over_restarts_of_the_server() -> None:
             await until(lambda: len(got) == 6)
         collecting.cancel()
     assert got == [0, 1, 2, 3, 4, 5]
+
+
+async def test_the_http_client_is_made_outside_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, threads = client._new_client, list[threading.Thread]()
+
+    def in_this_thread() -> httpx.AsyncClient:
+        threads.append(threading.current_thread())
+        return made()
+
+    monkeypatch.setattr(client, "_new_client", in_this_thread)
+    broker = Broker(MemorySource(), channels=["orders"])
+    async with broker, served(BrokerApp(broker, ApiKeys(KEYS))) as url, asyncio.timeout(30):
+        with pytest.raises(StreamRefused):
+            await anext(follow(f"{url}/v1/subscribe", token="wrong"))
+    assert threads
+    assert threading.current_thread() not in threads
 
 
 async def test_client_reports_a_reset_and_a_refused_token() -> None:

@@ -20,7 +20,7 @@ from asyncio import sleep
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import NamedTuple
 
-from moored.kernel import describe, extra
+from moored.kernel import describe, extra, run_callback
 
 from ._events import StreamReset
 
@@ -68,7 +68,8 @@ async def follow(
     :raises StreamRefused: the answer is a redirect or a client error, for which another attempt
         does not help. All other failures are logged, and the client connects again.
     """
-    http = client or httpx.AsyncClient(timeout=httpx.Timeout(10.0, read=SILENCE))
+    # Its imports and certificates would hold the event loop, on a busy machine for seconds.
+    http: httpx.AsyncClient = client or await run_callback(_new_client, name="moored-broker-client")
     params = {"channel": list(channels)}
     failures = 0
     try:
@@ -103,6 +104,10 @@ async def follow(
     finally:
         if client is None:
             await http.aclose()
+
+
+def _new_client() -> httpx.AsyncClient:
+    return httpx.AsyncClient(timeout=httpx.Timeout(10.0, read=SILENCE))
 
 
 def _seconds(retry_after: str) -> float:
