@@ -128,6 +128,16 @@ async def test_consumers_of_changes_see_nothing_of_wake_ups(
             assert (ids(txn), len(list(txn))) == ([1], 1)
 
 
+async def test_a_message_that_is_of_no_outbox_wakes_nobody(make: MakePostgres, sql: Sql) -> None:
+    async with make() as pg:
+        await pg.wait_until_active(LIMIT)
+        await sql.execute('listen "No Schema_outbox"; listen moored_outbox')
+        for prefix in ("No Schema_outbox", "moored_outbox"):
+            await sql.execute("select pg_logical_emit_message(true, %s, '')", [prefix])
+        told = [each.channel async for each in sql.notifies(timeout=LIMIT, stop_after=1)]
+        assert told == ["moored_outbox"]
+
+
 async def test_an_event_that_the_stream_announces_before_it_is_visible_is_not_forgotten(
     tmp_path: Path, never_polls: None
 ) -> None:

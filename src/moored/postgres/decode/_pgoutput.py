@@ -7,6 +7,7 @@ violates the protocol is a `DecodeError`.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
@@ -54,8 +55,9 @@ class TruncateMessage(NamedTuple):
     restart_identity: bool
 
 
-#: What the prefix of a message ends with by which a publisher wakes the readers of its outbox.
-WAKES = "_outbox"
+#: The prefix of a message by which a publisher wakes the readers of its outbox: its schema, which
+#: needs no quotes. Anyone may send other ones.
+WAKES = re.compile("[a-z_][a-z0-9_]{0,39}_outbox")
 
 
 class LogicalMessage(NamedTuple):
@@ -69,7 +71,7 @@ class LogicalMessage(NamedTuple):
     @property
     def wakes(self) -> bool:
         """Whether it wakes the readers of an outbox, and says nothing else."""
-        return self.transactional and not self.content and self.prefix.endswith(WAKES)
+        return self.transactional and not self.content and WAKES.fullmatch(self.prefix) is not None
 
 
 #: None for the name of a type, which is not used.

@@ -92,24 +92,33 @@ class Looks:
         self._results = results
         #: The last look; None before the first one.
         self.last: Look | None = None
-        # The numbers of the newest look that has begun, and of the last one.
+        # The numbers of the newest look that has begun, and of the last one that has ended, and
+        # the error of that one.
         self._begun = self._ended = 0
+        self._error: Exception | None = None
         self._one_at_a_time = asyncio.Lock()
         self._not_before = 0.0
 
     async def from_now(self) -> Look:
-        """Return a look that begins after this call; callers at a time share one."""
+        """Return a look that begins after this call; callers at a time share one, or its error."""
         begun = self._begun
         async with self._one_at_a_time:
-            if self.last is not None and self._ended > begun:
+            if self._ended > begun:
+                if self._error is not None:
+                    raise self._error
+                assert self.last is not None
                 return self.last
             clock = Clock.current()
             if (pause := self._not_before - clock.monotonic()) > 0:
                 await asyncio.sleep(pause)
             self._begun += 1
             before = clock.monotonic()
-            self.last, scanned = await self._look(self.last)
-            self._ended = self._begun
+            try:
+                self.last, scanned = await self._look(self.last)
+            except Exception as error:
+                self._error, self._ended = error, self._begun
+                raise
+            self._error, self._ended = None, self._begun
             if scanned:
                 now = clock.monotonic()
                 self._not_before = now + min(PAUSE * (now - before), LONGEST_PAUSE)

@@ -18,6 +18,7 @@ from moored.kernel import raise_if_cancelled
 
 from .._errors import ConfigurationError, PostgresError
 from .._position import History
+from ..server import uncancelled
 from ._cursor import Cursor, OutboxState
 from ._ddl import parts
 from ._looks import READ_COMMITTED, SERVER, Looks, Server
@@ -77,7 +78,16 @@ _STORE = """
 set local lock_timeout = '1s';
 select {schema}.outbox_store(%(name)s, %(old)s, %(new)s)
 """
-_KEEP = "update {schema}.outbox_state set final = %(final)s where final < %(final)s"
+# Only at the server that was looked at: the pool may lead to another one by now.
+_KEEP = (
+    "with server as materialized ("
+    + SERVER
+    + """)
+update {schema}.outbox_state set final = %(final)s from server
+where final < %(final)s
+    and (system_id, timeline, start) = (%(system_id)s, %(timeline)s, %(start)s)
+"""
+)
 
 #: How often a change of the tables is tried, and the pause between two tries, in seconds.
 LOCK_TRIES, LOCK_AGAIN = 60, 1.0
@@ -171,8 +181,8 @@ class Reader:
         self._parts = parts(schema)
         #: What is final, for all readers of this process.
         self.looks = Looks(self.results)
-        # What is stored of it.
-        self._kept = 0
+        # What is stored of it, and where.
+        self._kept: tuple[Server, int] | None = None
         # When the statements in progress were begun.
         self._running: dict[object, float] = {}
 
@@ -229,10 +239,14 @@ class Reader:
 
     async def keep_final(self) -> None:
         """Store what is final, with which the next process begins, if the role may do so."""
-        if (look := self.looks.last) is not None and look.final > self._kept:
-            with suppress(psycopg.errors.InsufficientPrivilege):
-                await self.run(_KEEP, final=look.final)
-            self._kept = look.final
+        if (look := self.looks.last) is None or self._kept == (look.server, look.final):
+            return
+        (system_id, timeline), start = look.server
+        with suppress(psycopg.errors.InsufficientPrivilege):
+            await self.run(
+                _KEEP, final=look.final, system_id=system_id, timeline=timeline, start=start
+            )
+        self._kept = look.server, look.final
 
     async def change(self, query: Statements, **names: sql.Composable) -> None:
         """Run statements that need strong locks, without stopping publishers for long."""
@@ -275,21 +289,27 @@ class Reader:
         key = object()
         self._running[key] = time.monotonic()
         try:
-            async with (
-                self.connection() as conn,
-                AsyncClientCursor(conn) as cursor,
-            ):
-                await cursor.execute(text, values or None)
-                found = []
-                while True:
-                    found.append(await cursor.fetchall() if cursor.description else [])
-                    if not cursor.nextset():
-                        return found
+            async with self.connection() as conn:
+                return await uncancelled(conn, _results(conn, text, values))
         except psycopg.Error as error:
             raise_if_cancelled(error)
             raise translated(error) from error
         finally:
             del self._running[key]
+
+
+async def _results(
+    conn: psycopg.AsyncConnection[Any], text: sql.SQL | sql.Composed, values: dict[str, Any]
+) -> list[list[Any]]:
+    async with AsyncClientCursor(conn) as cursor:
+        await cursor.execute(text, values or None)
+        found = []
+        while True:
+            found.append(await cursor.fetchall() if cursor.description else [])
+            if not cursor.nextset():
+                break
+    await conn.commit()
+    return found
 
 
 def translated(error: Exception) -> Exception:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
@@ -19,8 +20,12 @@ log = logging.getLogger("moored.postgres")
 #: Seconds between reads while each publisher's own notification arrives, and otherwise. The stream
 #: may lag behind, or the process that has it may be frozen.
 POLL, POLL_DOWN = 30.0, 1.0
-#: Announced transactions that are remembered while no consumer reads.
-ANNOUNCED = 1000
+#: Announced transactions that are remembered while no consumer reads, and the seconds after which
+#: one that no reader sees is forgotten: it is of a server that was replaced, or was made up.
+ANNOUNCED, INVISIBLE = 1000, 10.0
+
+#: The transactions in the payload of a notification.
+_XIDS = re.compile("[0-9]{1,10}(,[0-9]{1,10})*")
 
 
 class WakeSource(Protocol):
@@ -50,9 +55,9 @@ class Wakes:
         self.certain: WakeSource | None = None
         self._next = asyncio.Event()
         self._last = 0.0
-        # The last transactions that the stream has announced, without their epochs, until a reader
-        # sees them.
-        self._announced: deque[int] = deque(maxlen=ANNOUNCED)
+        # The last transactions that the stream has announced, without their epochs, and when each
+        # is forgotten if no reader sees it.
+        self._announced: deque[tuple[int, float]] = deque(maxlen=ANNOUNCED)
         #: Notifications and gaps so far.
         self.notified = 0
 
@@ -95,13 +100,17 @@ class Wakes:
         The change stream has a transaction as soon as its commit is in the WAL; readers see it a
         moment later, or when a synchronous standby has it, too.
         """
-        while self._announced and sees(snapshot, self._announced[0]):
+        now = Clock.current().monotonic()
+        while self._announced:
+            xid, end = self._announced[0]
+            if now < end and not sees(snapshot, xid):
+                return True
             self._announced.popleft()
-        return bool(self._announced)
+        return False
 
     def _announce(self, item: object) -> None:
         if isinstance(item, int):
-            self._announced.append(item)
+            self._announced.append((item, Clock.current().monotonic() + INVISIBLE))
         else:
             self._announced.clear()
 
@@ -147,4 +156,4 @@ class Wakes:
 def _transactions(item: object) -> list[int]:
     """Return the transactions that a notification of the process with the stream names."""
     payload = getattr(item, "payload", "")
-    return [int(xid) for xid in payload.split(",")] if payload[:1].isdigit() else []
+    return [int(xid) for xid in payload.split(",")] if _XIDS.fullmatch(payload) else []

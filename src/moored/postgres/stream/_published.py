@@ -29,7 +29,7 @@ class Published:
     def add(self, transaction: Committed) -> None:
         """Announce a transaction to the channels of its outboxes."""
         for channel in transaction.wakes:
-            for subscriber in list(self._subscribers[channel]):
+            for subscriber in list(self._subscribers.get(channel, ())):
                 subscriber(transaction.xid)
             self._unsent[channel].append(transaction.xid)
         self._arrived.set()
