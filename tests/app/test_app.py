@@ -233,6 +233,37 @@ async def test_an_app_is_degraded_without_an_optional_part() -> None:
         assert (answer.status_code, answer.json()["parts"]) == (200, {"extra": "failed"})
 
 
+async def test_an_optional_part_that_fails_for_good_does_not_fail_the_app(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    app, storage = new(), tmp_path / "file" / "below"
+    (tmp_path / "file").write_text("")
+    pg = app.postgres(f"{postgres_url}_missing", state_dir=tmp_path, required=False)
+    app.sessions(storage=str(storage), required=False)
+
+    @app.component
+    async def slow(ctx: ComponentContext) -> None:
+        ctx.health("starting", "the others fail first")
+        await app._running().monitor.wait_until(
+            lambda _: app._running().view.parts()["postgres"] == "failed"
+        )
+        ctx.health("active")
+        await asyncio.Event().wait()
+
+    async with app, client(app) as asking:
+        await app.ready(LIMIT)
+        assert pg.fatal is not None
+        answers = [await asking.get(f"/v1/health?{each}") for each in ("ready", "started")]
+        assert [each.status_code for each in answers] == [200, 200]
+        assert answers[0].json()["parts"] == {
+            "postgres": "failed",
+            "sessions": "failed",
+            "slow": "active",
+        }
+        assert "does not exist" in app.explain("postgres")
+        assert "file/below" in app.explain("sessions")
+
+
 async def test_a_component_shows_its_machine_its_numbers_and_its_metrics() -> None:
     app = new()
 
@@ -502,7 +533,13 @@ async def test_it_is_mounted_in_another_app_at_any_path() -> None:
     transport = httpx.ASGITransport(app=outer)
     base = "http://localhost"
     async with httpx.AsyncClient(transport=transport, base_url=base) as asking:
-        assert (await asking.get("/ops/v1/health")).status_code == 503
+        early = await asking.get("/ops/v1/health")
+        assert early.status_code == 503
+        live = await asking.get("/ops/v1/health?live")
+        parts = {"idle": "starting"}
+        body = {"status": "starting", "parts": parts, "degraded": ["idle"]}
+        assert (live.status_code, live.json(), early.json()) == (200, body, body)
+        assert (await asking.get("/ops/v1/health?ready")).status_code == 503
         async with outer.router.lifespan_context(outer):
             assert (await asking.get("/ops/v1/health")).status_code == 200
             page = await asking.get("/ops", follow_redirects=True)

@@ -51,7 +51,8 @@ def served(directory: Path, *arguments: str) -> Iterator[IO[str]]:
 def address(output: IO[str]) -> str:
     """Return the address that it prints, once it is ready."""
     found = output.readline().split()[1]
-    assert "ready after" in output.readline()
+    while "ready after" not in (line := output.readline()):
+        assert line, "it has ended"
     return found
 
 
@@ -61,6 +62,14 @@ def test_serve_runs_the_app_of_a_module(tmp_path: Path) -> None:
         answer = httpx.get(f"{address(output)}/v1/health", timeout=30).json()
     parts = {"importer": "active", "http": "active"}
     assert answer == {"status": "active", "parts": parts, "degraded": []}
+
+
+def test_serve_goes_on_without_an_optional_part_that_has_failed_for_good(tmp_path: Path) -> None:
+    failing = 'app.sessions(storage="orders.py/below", required=False)'
+    (tmp_path / "orders.py").write_text(ORDERS.format(name="importer") + failing)
+    with served(tmp_path) as output:
+        answer = httpx.get(f"{address(output)}/v1/health?started", timeout=30)
+    assert (answer.status_code, answer.json()["degraded"]) == (200, ["sessions"])
 
 
 def test_with_reload_a_changed_file_is_run_anew(tmp_path: Path) -> None:

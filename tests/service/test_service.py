@@ -318,6 +318,8 @@ async def test_give_up_has_no_effect_after_the_service_was_active() -> None:
         it.lamp.wiring.give_up(ServiceError("and no socket"))
         with pytest.raises(MooredError, match="no bulb"):
             await it.service.first_active
+        await it.light()  # in an app that is a part of another program
+        assert (await it.client.get("/v1/health?started")).status_code == 200
     async with house() as it:
         await it.light()
         assert it.lamp.wiring is not None

@@ -434,7 +434,8 @@ class App:
     async def ready(self, timeout: float | None = None) -> None:
         """Wait until the app is ready; the error after the timeout names what is missing.
 
-        The error of a part that no retry can mend, such as a wrong password, is raised at once.
+        The error of a required part that no retry can mend, such as a wrong password, is raised at
+        once.
         """
         service = self._running()
         ready = service.monitor.wait_until(lambda status: status in READY_STATES, timeout)
@@ -446,6 +447,11 @@ class App:
     def status(self) -> Status:
         """The health of the app: the worst of its parts; "starting" after the app has stopped."""
         return self._running().view.status
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the parts, in the order in which they start."""
+        return tuple(self._parts)
 
     def tree(self) -> Tree:
         """Return the supervision tree, with the trees of all parts."""

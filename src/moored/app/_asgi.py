@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
@@ -29,10 +30,16 @@ class AppEndpoint:
             # Litestar appends a slash to the path of a request for a mounted app.
             scope = {**scope, "path": scope["path"][:-1] or "/"}
         if self._app.service is None:
-            body = {"status": "starting", "parts": {}}
-            await JSONResponse(body, status_code=503)(scope, receive, send)
+            await self._early(scope)(scope, receive, send)
         else:
             await self._app.service.asgi(scope, receive, send)
+
+    def _early(self, scope: Scope) -> JSONResponse:
+        """Return the answer before the start: a process that answers is live."""
+        live = scope["path"].endswith("/v1/health") and "live" in Request(scope).query_params
+        parts = dict.fromkeys(self._app.names, "starting")
+        body = {"status": "starting", "parts": parts, "degraded": list(parts)}
+        return JSONResponse(body, status_code=200 if live else 503)
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()

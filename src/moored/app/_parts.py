@@ -80,16 +80,28 @@ class PartEntry:
                 wiring.health(self.name, "waiting", why)
                 await wiring.until(self.after, ("active", "sleeping", "degraded"))
 
-    async def opened(self, opening: Awaitable[object], wiring: Wiring) -> None:
-        """Wait until a system is open; if that fails, the app fails: it cannot be opened twice."""
+    async def opened(
+        self, opening: Awaitable[object], ctx: Context, wiring: Wiring, *, early: bool = False
+    ) -> None:
+        """Wait until a system is open; if that fails, the part fails: it cannot be opened twice.
+
+        The next part starts then, or before it if this one is early or comes after others.
+        """
+        waited_for, failure = not (early or self.after), None
+        if early and not self.after:
+            ctx.started()
         try:
             await opening
         except Exception as error:
-            if not self.after:
+            if waited_for and self.required:
                 raise  # and entering the app raises
-            log.error("%s cannot start: %s", self.name, describe(error))
-            wiring.fail(ServiceError(f"{self.name} cannot start: {describe(error)}"))
-            wiring.health(self.name, "failed", describe(error))
+            failure = describe(error)
+        if waited_for:
+            ctx.started()
+        if failure is not None:
+            log.error("%s cannot start: %s", self.name, failure)
+            wiring.fail(ServiceError(f"{self.name} cannot start: {failure}"))
+            wiring.health(self.name, "failed", failure)
             await asyncio.Event().wait()
 
     @contextmanager
@@ -136,13 +148,10 @@ def system_part(
 
         async def run(ctx: Context) -> None:
             await entry.begin(ctx, wiring)
-            if early and not entry.after:
-                ctx.started()
             with entry.failing(wiring):
                 async with AsyncExitStack() as stack:
-                    await entry.opened(stack.enter_async_context(running()), wiring)
-                    if not early and not entry.after:
-                        ctx.started()
+                    opening = stack.enter_async_context(running())
+                    await entry.opened(opening, ctx, wiring, early=early)
                     with listed(wiring, ctx.path, shown):
                         while True:
                             wiring.health(entry.name, *judge())

@@ -263,9 +263,7 @@ def postgres_part(entry: PartEntry, pg: Postgres) -> Part:
 
         async def run(ctx: Context) -> None:
             await entry.begin(ctx, wiring)
-            await entry.opened(pg.open(), wiring)
-            if not entry.after:
-                ctx.started()
+            await entry.opened(pg.open(), ctx, wiring)
             with view.shown(pg, ctx.path):
                 try:
                     await asyncio.Event().wait()

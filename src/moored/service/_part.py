@@ -58,9 +58,11 @@ class Wiring:
     clock: Clock
     #: Print a notice on stdout.
     say: Callable[[str], None]
-    #: Abort the start of the service with this error; no effect once the service was active.
+    #: Abort the start of the service with this error; no effect once the service was ready, or if
+    #: the part is not required.
     give_up: Callable[[MooredError], None]
-    #: End the service with this error, at any time: exit code 2, and the message on stderr.
+    #: End the service with this error, at any time: exit code 2, and the message on stderr. No
+    #: effect if the part is not required.
     fail: Callable[[MooredError], None]
     #: Set the health of a part, with the reason. Its conditions are met while `/v1/health?ready`
     #: returns 200 for that health.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Self
 
 from moored.kernel import Clock, MooredError, Recorder, StatusChange, StatusMonitor, Supervisor
@@ -57,10 +58,12 @@ class Service:
     ) -> None:
         clock = Clock.current()
         parts = [database_part(config), *broker_parts(config)] if parts is None else parts
-        #: Done when the service is active for the first time; fails if a part aborts the start.
+        #: Done when the service is ready for the first time; fails if a required part aborts the
+        #: start.
         self.first_active = _future()
-        #: Fails if a part reports that the service cannot continue.
+        #: Fails if a required part reports that the service cannot continue.
         self.failed = _future()
+        self._has_been_ready = False
         self.recorder = recorder or Recorder(clock=clock)
         conditions = {part.name: part.conditions for part in parts}
         if sockets:
@@ -91,10 +94,12 @@ class Service:
             self._health,
             self._until,
         )
+        # One that is not required reports its health instead.
+        optional = replace(self._wiring, give_up=_ignored, fail=_ignored)
         children = [
             Supervisor.child(
                 part.name,
-                children=part.build(self._wiring),
+                children=part.build(self._wiring if part.required else optional),
                 strategy=part.strategy,
                 intensity=part.intensity,
             )
@@ -108,7 +113,7 @@ class Service:
             clock,
             machines=self._wiring.machines,
             systems=self._wiring.systems,
-            started=lambda: self.first_active.done() and not self.first_active.exception(),
+            started=lambda: self._has_been_ready,
             outage_of=self._outages.lines,
             outages=self._outages.as_list,
             address=address_of(config, sockets),
@@ -213,8 +218,10 @@ class Service:
     def _on_change(self, change: StatusChange[Status]) -> None:
         now, detail = self._clock.monotonic(), change.condition.detail
         is_ready, was_ready = change.status in READY_STATES, change.previous in READY_STATES
-        if is_ready and not self.first_active.done():
-            self.first_active.set_result(None)
+        if is_ready and not self._has_been_ready:
+            self._has_been_ready = True
+            if not self.first_active.done():
+                self.first_active.set_result(None)
         elif was_ready and not is_ready:
             self._inactive_since = now
             self._say(f"not ready: {change.condition.name} is lost: {detail}")
@@ -226,6 +233,9 @@ class Service:
 
     def __repr__(self) -> str:
         return f"<Service at {self.view.address}: {self.view.status}>"
+
+
+def _ignored(error: MooredError) -> None: ...
 
 
 def _future() -> asyncio.Future[None]:
