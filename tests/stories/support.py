@@ -230,11 +230,13 @@ class Callers:
 
 async def all_seen(url: str, browsers: Iterable[Browser], since: int = 0) -> int:
     """Wait until all have each order of their tenant, none twice; return how many they have."""
-    async with await psycopg.AsyncConnection.connect(url) as conn:
-        query = "select id, org::text from orders where id >= %s"
-        rows = await (await conn.execute(query, [since])).fetchall()
     browsers = list(browsers)
-    wanted = {id(each): {number for number, org in rows if org == each.tenant} for each in browsers}
+    orders: dict[str, set[int]] = {each.tenant: set() for each in browsers}
+    async with await psycopg.AsyncConnection.connect(url) as conn:
+        query = "select id, org::text from orders where id >= %s and org::text = any(%s)"
+        for number, org in await (await conn.execute(query, [since, [*orders]])).fetchall():
+            orders[org].add(number)
+    wanted = {id(each): orders[each.tenant] for each in browsers}
     deadline = time.monotonic() + LIMIT
     while missing := [each for each in browsers if wanted[id(each)] - {*each.seen}]:
         assert time.monotonic() < deadline, (missing, [len(each) for each in wanted.values()])
