@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
-from moored.reservoir._silence import DOUBT, LOOK, Silence
+from moored.reservoir._silence import LOOK, QUIET, Silence
 
 pytestmark = pytest.mark.pure
 
@@ -12,74 +14,77 @@ pytestmark = pytest.mark.pure
 class Looks:
     """Looks at regular times, at a server that answers probes or not."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, ready: bool = False) -> None:
         self.silence = Silence()
+        self.ready = ready
         self.now = 100.0
         self.answers = True
         self.probes: list[float] = []
 
-    def look(self, oldest: float | None, times: int = 1) -> float:
+    def look(self, *, stuck: bool, times: int = 1) -> float:
         """Look so many times; return for how long the server is silent then."""
         for _ in range(times):
             self.now += LOOK
-            if self.silence.look(self.now, oldest):
+            if self.silence.look(self.now, stuck=stuck, ready=self.ready):
                 self.probes.append(self.now)
                 self.silence.asked(self.now)
                 if self.answers:
-                    self.silence.answered(self.now)
-                self.silence.probing = False
+                    self.silence.probed(self.now, opened=not self.ready)
         return self.silence.seconds(self.now)
 
+    @property
+    def pauses(self) -> list[float]:
+        """The seconds between the probes, which are forgotten then."""
+        probes, self.probes = self.probes, []
+        return [after - before for before, after in pairwise(probes)]
 
-def test_a_server_without_statements_in_progress_is_never_probed() -> None:
+
+def test_a_server_whose_statements_end_is_never_probed() -> None:
     looks = Looks()
-    assert looks.look(None, times=100) == 0.0
-    assert looks.probes == []
-
-
-def test_a_statement_that_runs_for_a_moment_sends_no_probe() -> None:
-    looks = Looks()
-    for _ in range(100):
-        assert looks.look(looks.now) == 0.0
+    assert looks.look(stuck=False, times=100) == 0.0
     assert looks.probes == []
 
 
 def test_a_server_that_answers_probes_is_not_silent_however_long_its_statements_run() -> None:
     looks = Looks()
-    assert looks.look(looks.now, times=200) == 0.0
-    # It is probed less often, the longer this lasts.
-    pauses = [after - before for before, after in zip(looks.probes, looks.probes[1:], strict=False)]
-    assert pauses == sorted(pauses)
-    assert (pauses[0], pauses[-1]) == (2.0, 16.0)
+    assert looks.look(stuck=True, times=200) == 0.0
+    # Connections are opened less often, the longer this lasts.
+    assert looks.pauses == [2.0, 4.0, 8.0, 16.0, 16.0, 16.0, 16.0, 16.0]
+    looks.look(stuck=False, times=QUIET - 1)
+    looks.look(stuck=True, times=100)
+    assert min(looks.pauses) == 16.0, "statements that have ended for a moment change nothing"
+    looks.look(stuck=False, times=QUIET)
+    looks.look(stuck=True, times=10)
+    assert looks.pauses == [2.0]
 
 
-@pytest.mark.parametrize("before", [0, 1, 2])
-def test_a_server_without_answers_is_silent_within_five_seconds(before: int) -> None:
-    looks = Looks()
-    looks.look(None, times=before)
-    looks.answers = False
-    began = looks.now
-    while not looks.look(began + 0.01):
-        assert looks.now - began < 5.0
-    silent = looks.look(began)
-    looks.answers = True
-    assert silent >= 2.0
-    assert looks.look(began) == 0.0, "the next probe was answered"
+def test_a_ready_connection_is_pinged_every_second() -> None:
+    looks = Looks(ready=True)
+    looks.look(stuck=True, times=200)
+    assert set(looks.pauses) == {1.0}
 
 
-def test_a_stop_of_a_second_raises_no_alarm() -> None:
+def test_a_server_without_answers_is_silent_after_four_looks() -> None:
     looks = Looks()
     looks.answers = False
-    began = looks.now
-    while looks.now - began < DOUBT + 1.0:
-        assert looks.look(began) == 0.0
+    assert looks.look(stuck=True, times=4) == 0.0
+    assert looks.look(stuck=True) == 2.0
+    assert looks.look(stuck=False) == 2.5, "callers that gave up are no answer"
     looks.answers = True
-    assert looks.look(None) == 0.0
+    assert looks.look(stuck=False) == 0.0, "the next probe was answered"
+
+
+def test_a_statement_that_ends_is_an_answer_to_a_probe_that_waits() -> None:
+    looks = Looks()
+    looks.answers = False
+    for _ in range(100):
+        assert looks.look(stuck=True, times=4) == 0.0
+        looks.silence.answered()
 
 
 def test_a_blocked_loop_is_no_silence_of_the_server() -> None:
     looks = Looks()
     looks.answers = False
-    looks.look(looks.now, times=2)
+    looks.look(stuck=True)
     looks.now += 60.0  # the loop did not run; the answer waits in the socket
-    assert looks.look(None) == 0.0
+    assert looks.look(stuck=True) == 0.0

@@ -70,8 +70,9 @@ class Budget:
         self._users = 0
         self._store: MemoryStore | None = None
         self._opening = asyncio.Lock()
-        #: What each reservoir knows about the server: one silence is told by all of them.
-        self.silences: set[Silence] = set()
+        #: What each reservoir knows about the server: one silence is reported by all of them. Each
+        #: change replaces the set, which other threads may be reading.
+        self.silences: frozenset[Silence] = frozenset()
         #: One for each connect in progress.
         self.slots = asyncio.Semaphore(config.max_in_flight)
         if leases is None:

@@ -1,67 +1,82 @@
 """Whether a server answers: when a pool probes it, and when the pool reports that it is silent.
 
-A statement without an answer may just take long. So when one has run for `DOUBT` seconds, the pool
-sends a probe, and only a probe without an answer makes the server silent::
+A statement without an answer may just take long. So when one is running at two looks in a row, and
+no other has ended in between, the pool sends a probe, and only a probe without an answer makes the
+server silent::
 
-    answers ──(a statement runs for 0.75 s)──▶ probed ──(3 looks later)──▶ silent
-       ▲                                          │                          │
-       └──────────(the probe was answered)────────┴──────────────────────────┘
+    answers ──(a probe was sent)──▶ asked ──(4 looks later)──▶ silent
+       ▲                              │                          │
+       └───(the probe was answered, or any statement, or a connect)
 
 The pool looks twice a second. It counts looks, not seconds: the loop may have been blocked itself.
 """
 
 from __future__ import annotations
 
-__all__ = ["DOUBT", "LOOK", "Silence"]
+import math
+
+__all__ = ["LOOK", "Silence"]
 
 #: Seconds between two looks.
 LOOK = 0.5
-#: How long a statement may run before the server is probed, in seconds.
-DOUBT = 0.75
 #: Looks at a probe without an answer after which the server is silent.
 LOOKS = 4
-#: Seconds between two probes, while statements run for long and the server answers. The pause grows
-#: because an overloaded server must not be probed often.
-FIRST_PAUSE, LONGEST_PAUSE = 2.0, 16.0
+#: Seconds between two probes by a ready connection.
+PAUSE = 1.0
+#: The longest pause between two probes that each open a connection. The pause grows because an
+#: overloaded server must not be probed often.
+LONGEST_PAUSE = 16.0
+#: Looks without a reason for a probe after which the pause is short again.
+QUIET = 10
 
 
 class Silence:
     """Decides when to probe one server, and whether it is silent; no I/O."""
 
     def __init__(self) -> None:
-        #: Whether a probe is under way.
-        self.probing = False
-        # When the first probe was sent that has no answer yet.
+        # When the first probe was sent that has no answer yet, and how many looks ago.
         self._asked: float | None = None
         self._looks = 0
-        self._pause = FIRST_PAUSE
-        self._next = float("-inf")
+        # When the last probe was answered, and the pause after one that opens a connection.
+        self._probed = -math.inf
+        self._pause = PAUSE
+        self._quiet = 0
 
-    def look(self, now: float, oldest: float | None) -> bool:
-        """Return whether to send a probe now.
+    def look(self, now: float, *, stuck: bool, ready: bool) -> bool:
+        """Return whether to send a probe now, unless one is under way.
 
-        :param oldest: since when the oldest statement runs; None if there is none.
+        :param stuck: whether a statement is running, and none has ended, since the last look.
+        :param ready: whether a ready connection can be pinged, so that none must be opened.
         """
         if self._asked is not None:
             self._looks += 1
-            return not self.probing
-        if oldest is None or now - oldest < DOUBT:
-            self._pause, self._next = FIRST_PAUSE, float("-inf")
-            return False
-        return not self.probing and now >= self._next
+            return True
+        self._quiet = 0 if stuck else self._quiet + 1
+        if self._quiet >= QUIET:
+            self._pause = PAUSE
+        return stuck and now - self._probed >= (PAUSE if ready else self._pause)
 
     def asked(self, now: float) -> None:
         """Note that a probe was sent."""
-        self.probing = True
         if self._asked is None:
-            self._asked, self._looks = now, 0
+            self._looks = 0
+            self._asked = now
 
-    def answered(self, now: float) -> None:
-        """Note that the server has answered."""
+    def answered(self) -> None:
+        """Note that the server has answered, whatever it was asked."""
         self._asked = None
-        self._next = now + self._pause
-        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+
+    def probed(self, now: float, *, opened: bool) -> None:
+        """Note that the server has answered a probe.
+
+        :param opened: whether a connection was opened for it.
+        """
+        self.answered()
+        self._probed = now
+        if opened:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
 
     def seconds(self, now: float) -> float:
         """Return for how long the server has been silent; 0.0 if it answers, as far as known."""
-        return 0.0 if self._asked is None or self._looks < LOOKS else now - self._asked
+        asked = self._asked  # read once: any thread may ask
+        return 0.0 if asked is None or self._looks < LOOKS else now - asked

@@ -247,15 +247,20 @@ class Upkeep(Generic[C]):
         else:
             self._arrive(conn, lease, began)
 
-    async def ask_apart(self, patience: float) -> None:
-        """Query the server on a new connection that does not belong to the pool."""
+    async def turn_apart(self) -> str | None:
+        """Wait for the token and then the turn of a connection that does not belong to the pool."""
         assert self.budget is not None
+        token = None if self.recipe.tokens is None else await self.recipe.tokens.get()
         await self.budget.turn()
-        conn = await self._connect(self.budget, await self._token(self.budget))
+        return token
+
+    async def ask_apart(self, token: str | None, patience: float) -> None:
+        """Query the server on such a connection."""
+        conn = await self.recipe.connect_in_time(token, self._close)
         try:
             await self._call(self.recipe.driver.ping, conn, patience)
         finally:
-            await self._close(conn)
+            self._tasks.start(self._close(conn), name=f"{self.name}-close")
 
     def start_opening(self, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run work that `stop` cancels."""
@@ -338,6 +343,7 @@ class Upkeep(Generic[C]):
             item.ready_future = asyncio.get_running_loop().create_future()
             item.ready_future.set_result(conn)
         self.attempts.succeeded(began)
+        self.watch.answered()
         if lease is not None:
             if not lease.live:
                 item.retire_reason, item.usable_until = "lease_lost", -math.inf

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from moored.kernel import Context, describe, duration
 
 from ._driver import PING_TIMEOUT, DriverState
-from ._item import Place
+from ._item import Item, Place
 from ._silence import LOOK, Silence
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ log = logging.getLogger("moored.reservoir")
 C = TypeVar("C")
 
 #: Seconds for the answer of a ready connection, which may be the only one that is dead. After them
-#: a new connection is opened.
+#: a new connection is opened; one that is refused sooner than this was refused by the server.
 READY_PATIENCE = 0.75
 
 
@@ -36,6 +35,9 @@ class Watch(Generic[C]):
     def __init__(self, upkeep: Upkeep[C]) -> None:
         self._upkeep = upkeep
         self._silence = Silence()
+        # The connections whose statements were running at the last look, and their checkouts.
+        self._busy: dict[Item[C], float] = {}
+        self._probing = False
         self._reported = False
 
     @property
@@ -48,36 +50,60 @@ class Watch(Generic[C]):
     async def run(self, ctx: Context) -> None:
         """Look twice a second, until cancelled."""
         ctx.started()
-        upkeep = self._upkeep
         try:
             while True:
                 await asyncio.sleep(LOOK)
-                if upkeep.budget is not None:
-                    upkeep.budget.silences.add(self._silence)
-                now = upkeep.clock.monotonic()
-                oldest = min(self._busy_since(), default=None)
-                if self._silence.look(now, oldest) and self._can_probe():
-                    self._silence.asked(now)
-                    upkeep.start_opening(self._probe(), "probe")
+                self._share(True)
+                self._look()
                 self._report()
         finally:
-            if upkeep.budget is not None:
-                upkeep.budget.silences.discard(self._silence)
+            self._share(False)
 
-    def _busy_since(self) -> Iterator[float]:
-        """Yield since when the connections are in use whose statements have no answer yet."""
-        upkeep = self._upkeep
-        for item in list(upkeep.core.items.values()):
-            if item.place is Place.OUT:
-                try:
-                    if upkeep.recipe.driver.state(item.conn) is DriverState.BUSY:
-                        yield item.since
-                except Exception as error:  # another thread may be closing it
-                    log.debug("%s: the state is unknown: %s", upkeep.name, describe(error))
+    def answered(self) -> None:
+        """Note that the server has answered, for example on a new connection."""
+        self._silence.answered()
 
-    def _can_probe(self) -> bool:
-        """Whether there is a ready connection, or a new one needs no lease of the cluster."""
-        return bool(self._upkeep.core.ready) or not self._upkeep.config.lease_enabled
+    def _share(self, known: bool) -> None:
+        """Let the other pools to the server know of its silence, or no longer."""
+        if (budget := self._upkeep.budget) is not None:
+            others = budget.silences - {self._silence}
+            budget.silences = others | {self._silence} if known else others
+
+    def _look(self) -> None:
+        upkeep, before = self._upkeep, self._busy
+        ended = any(self._has_ended(item, since) for item, since in before.items())
+        self._busy = {
+            item: item.since
+            for item in list(upkeep.core.items.values())
+            if item.place is Place.OUT and self._state(item) is DriverState.BUSY
+        }
+        if ended:
+            self._silence.answered()
+        stuck = not ended and not before.items().isdisjoint(self._busy.items())
+        ready = bool(upkeep.core.ready)
+        wanted = self._silence.look(upkeep.clock.monotonic(), stuck=stuck, ready=ready)
+        if wanted and not self._probing and (ready or self._may_open):
+            self._probing = True
+            upkeep.start_opening(self._probe(), "probe")
+
+    def _has_ended(self, item: Item[C], since: float) -> bool:
+        """Whether the server has ended the statement that was running at the last look."""
+        if item.place is Place.GONE:
+            return False  # it may have been closed without an answer
+        answered = (DriverState.IDLE, DriverState.TRANSACTION)
+        return item.since != since or self._state(item) in answered
+
+    def _state(self, item: Item[C]) -> DriverState | None:
+        try:
+            return self._upkeep.recipe.driver.state(item.conn)
+        except Exception as error:  # another thread may be closing it
+            log.debug("%s: the state is unknown: %s", self._upkeep.name, describe(error))
+            return None
+
+    @property
+    def _may_open(self) -> bool:
+        """Whether a new connection needs no lease of the cluster."""
+        return not self._upkeep.config.lease_enabled
 
     async def _probe(self) -> None:
         """Ask the server by a ready connection, then by a new one, which is closed at once.
@@ -86,23 +112,30 @@ class Watch(Generic[C]):
         """
         upkeep = self._upkeep
         try:
-            item = upkeep.pick_ready()
-            answers = item is not None and await upkeep.ping_item(item, READY_PATIENCE)
-            if answers or (not upkeep.config.lease_enabled and await self._accepts()):
-                self._silence.answered(upkeep.clock.monotonic())
+            if (item := upkeep.pick_ready()) is not None:
+                if not self._may_open:
+                    self._silence.asked(upkeep.clock.monotonic())
+                if await upkeep.ping_item(item, READY_PATIENCE):
+                    self._silence.probed(upkeep.clock.monotonic(), opened=False)
+                    return
+            if self._may_open and await self._accepts():
+                self._silence.probed(upkeep.clock.monotonic(), opened=True)
         finally:
-            self._silence.probing = False
+            self._probing = False
             self._report()
 
     async def _accepts(self) -> bool:
         """Whether the server answers on a new connection; a refusal is an answer, too."""
         upkeep = self._upkeep
-        began = upkeep.clock.monotonic()
+        began = None
         try:
-            await upkeep.ask_apart(PING_TIMEOUT)
+            token = await upkeep.turn_apart()
+            began = upkeep.clock.monotonic()
+            self._silence.asked(began)
+            await upkeep.ask_apart(token, PING_TIMEOUT)
         except Exception as error:
             log.debug("%s: a probe failed: %s", upkeep.name, describe(error))
-            return upkeep.clock.monotonic() - began < READY_PATIENCE
+            return began is not None and upkeep.clock.monotonic() - began < READY_PATIENCE
         return True
 
     def _report(self) -> None:
