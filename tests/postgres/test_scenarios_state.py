@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import signal
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
@@ -530,3 +531,36 @@ async def test_a_reader_of_the_state_file_interrupts_the_stream_only_for_a_while
         await last.ack()
         await confirmed(sql, pg, last.position)
         assert pg.health is Health.ACTIVE
+
+
+async def test_a_process_killed_beside_a_slow_consumer_keeps_the_position_of_a_fast_one(
+    make: MakePostgres, sql: Sql, tmp_path: Path
+) -> None:
+    tables = ["orders"]
+    async with make() as pg:
+        slow, fast = pg.changes("slow", tables=tables), pg.changes("fast", tables=tables)
+        await pg.wait_until_published()
+        await insert(sql, 1, 2, 3)
+        assert ids(await following(slow)) == [1]
+        for _ in range(3):
+            txn = await following(fast)
+            await txn.ack()
+        path = tmp_path / f"{pg.settings.stream_id}.db"
+
+        async def stored() -> bool:
+            with closing(StateStore(path)) as store:
+                return (store.consumers()["fast"].acknowledged or 0) >= txn.position.lsn
+
+        await until(stored)
+        # The state file that a killed process would leave: at its end, this one stores everything.
+        (killed := tmp_path / "killed").mkdir()
+        with (
+            closing(sqlite3.connect(path)) as file,
+            closing(sqlite3.connect(killed / path.name)) as copy,
+        ):
+            file.backup(copy)
+    await insert(sql, 4)
+    async with make(state_dir=killed) as pg:
+        slow, fast = pg.changes("slow", tables=tables), pg.changes("fast", tables=tables)
+        assert [ids(await following(slow)) for _ in range(4)] == [[1], [2], [3], [4]]
+        assert ids(await following(fast)) == [4]

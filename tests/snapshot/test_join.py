@@ -121,6 +121,11 @@ def _truncates_partly(self: CopyState, xid: int, end: int, changes: Any) -> Any:
     return joined._replace(kept=truncates + joined.kept)
 
 
+def _merges_early(self: CopyState, lsn: int, most: int | None = None) -> CopyState:
+    """Chunks are merged before their snapshots are passed: their changes come twice."""
+    return _forget(self, 2**64 - 1, most)
+
+
 def _none_resumes(self: FollowCore, saved: SavedCopy | None, acknowledged: Lsn) -> bool:
     """A consumer without a position goes on from the state file: its rows are never copied."""
     self._start = RESUME if self._start is None else self._start
@@ -171,6 +176,7 @@ def _saves_delivered(self: FollowCore, version: CopyVersion) -> SavedCopy:
 
 
 _load, _acknowledge, _saved = FollowCore.load, FollowCore.acknowledge, FollowCore.saved
+_forget = CopyState.forget
 _sees, _part, _lacks, _join = Sight.sees, CopyState._part, CopyState.lacks, CopyState.join
 
 MUTANTS = (
@@ -186,6 +192,7 @@ MUTANTS = (
     mutant(CopyState, "lacks", _early, name="a change before its chunk"),
     mutant(CopyState, "settled", _settled_by_the_last, name="the last chunk has the last snapshot"),
     mutant(CopyState, "join", _truncates_partly, name="truncated too much"),
+    mutant(CopyState, "forget", _merges_early, name="merged before it was passed"),
     mutant(FollowCore, "load", _none_resumes, name="deleted rows are never copied again"),
     mutant(FollowCore, "load", _none_repeats, name="a chunk again for a consumer without it"),
     mutant(FollowCore, "load", _position_repeats, name="a chunk again after a position"),

@@ -86,7 +86,11 @@ class Hub:
 
     async def reload(self) -> None:
         """Read the stored state: another process may have had the lock, and changed it."""
-        self._take(await stored(self._store.load))
+        writes = -1
+        while writes != self._store.writes:  # a consumer came or went while the file was read
+            writes = self._store.writes
+            state = await stored(self._store.load)
+        self._take(state)
 
     def _take(self, state: StoredState) -> None:
         kept, resets = state.consumers, state.resets
@@ -230,6 +234,7 @@ class Hub:
         # beyond the end of the WAL would reset all consumers. An earlier one is stored now.
         self._store.post(self._store.put_start, name, start.lsn)
         known.progress, known.start = Progress(start.lsn, delivered), start
+        known.stored = min(known.stored, start.lsn)
         self._known[name] = known
 
     def _precedes_slot(self, start: Position) -> bool:
@@ -450,15 +455,19 @@ class Hub:
             raise StreamEnded("another instance with the same state_dir has reset the stream")
         self._confirmed = max(self._confirmed or 0, confirmed)
         for name, at in now.items():
-            if (consumer := self._known.get(name)) is not None and consumer.progress is known[name]:
+            if (consumer := self._known.get(name)) is None:
+                continue
+            if consumer.progress is known[name]:
                 consumer.stored = max(consumer.stored, at)
+            elif consumer.start is not None:  # it attached meanwhile: the save may have come last
+                self._store.post(self._store.put_start, name, consumer.start.lsn)
 
     async def reset(self, reason: str) -> None:
         """Reset all consumers: the server's history is not the known one."""
+        self.seen = None  # a consumer that attaches meanwhile has no position
         reset, state = await stored(lambda: (self._store.reset(reason), self._store.load()))
         self._times_reset, self._reset_number = state.resets.times, state.reset_number
         self._confirmed = None
-        self.seen = None
         self._applied = 0
         self._last = NO_COMMIT
         self._log_end = None

@@ -116,6 +116,8 @@ class StateStore:
         self._lock = threading.Lock()
         #: Writes that belong to the next transaction.
         self._posted: deque[Callable[[], object]] = deque()
+        #: How often `post()` was called.
+        self.writes = 0
         try:
             _make_private(path)
             self._database = sqlite3.connect(
@@ -201,6 +203,7 @@ class StateStore:
         stays for the one after it: no position is confirmed to the server before it is stored.
         """
         self._posted.append(partial(write, *args))
+        self.writes += 1
         try:
             asyncio.get_running_loop()
         except RuntimeError:

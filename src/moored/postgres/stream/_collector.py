@@ -66,4 +66,7 @@ class LogCollector(Protocol):
         """Return the LSN before which everything is safe; called after each `apply_all`."""
 
     async def checkpoint(self, end: int) -> None:
-        """Store the positions before this LSN is confirmed to the server."""
+        """Store the positions before this LSN is confirmed to the server.
+
+        Also called with the LSN of the last call, while some positions increase and others do not.
+        """

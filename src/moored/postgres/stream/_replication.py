@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +56,8 @@ PROMPT = 10.0
 RENEW = 300.0
 #: The shortest time between two status updates, in seconds.
 PROGRESS_EVERY = 0.1
+#: After so many seconds, acknowledgements are stored although the slowest consumer has made none.
+STORE_EVERY = 1.0
 
 
 @dataclass
@@ -98,6 +101,9 @@ class ReplicationClient:
         self.positions: Positions | None = None
         # The last keepalive that all consumers have passed, until that is stored.
         self._passed: PrimaryKeepalive | None = None
+        # Whether consumers have acknowledged transactions since positions were stored, and when.
+        self._unstored = False
+        self._stored_at = 0.0
         #: The age of the oldest unacknowledged transaction.
         self.lag = Lag()
 
@@ -285,16 +291,28 @@ class ReplicationClient:
         assert positions is not None
         if (passed := self._passed) is not None:
             self._passed = None
-            await hub.checkpoint(passed.end)
+            await self._store(passed.end)
             positions.keepalive(passed, inside=False)
-        safe = min(hub.flushed(), positions.last_seen)
-        if safe > positions.flushed + 1:
-            await hub.checkpoint(safe)
+        safe, confirmed = min(hub.flushed(), positions.last_seen), positions.flushed + 1
+        if safe > confirmed or self._next_store_in() == 0:
+            await self._store(max(safe, confirmed))
             positions.acknowledged(safe)
         await link.send(positions.status(self.clock.wall(), reply=self._must_request_reply(link)))
 
+    async def _store(self, end: int) -> None:
+        """Store all positions; those of fast consumers may be far beyond this LSN."""
+        self._unstored, self._stored_at = False, self.clock.monotonic()
+        await self.hub.checkpoint(end)
+
+    def _next_store_in(self) -> float:
+        """Return the seconds until acknowledgements must be stored."""
+        if not self._unstored:
+            return math.inf
+        return max(0.0, self._stored_at + STORE_EVERY - self.clock.monotonic())
+
     def _next_status_in(self, every: float) -> float:
         """Return the seconds until the next status update, or until the server is overdue."""
+        every = min(every, self._next_store_in())
         if self._paused:
             return every
         return min(every, max(0.0, self._overdue_at() - self.clock.monotonic()))
@@ -325,6 +343,7 @@ class ReplicationClient:
 
     def progress(self) -> None:
         """Send a status update soon: a consumer has acknowledged a transaction."""
+        self._unstored = True
         self._status_due.set()
 
     def _note_arrival(self) -> None:
