@@ -235,8 +235,8 @@ async def test_ids_that_are_given_again_after_a_crash_are_waited_for(forgetful: 
         with suppress(psycopg.OperationalError):
             async with transaction(db.url) as holder:
                 await holder.execute("lock table moored.outbox in row exclusive mode")
-                for number in range(40):
-                    await publish(db, f"lost {number}")
+                lost = [f"select moored.outbox_publish('orders', 'lost {n}')" for n in range(40)]
+                await db.sql(*lost)  # within a few seconds, before they are flushed
                 assert await read(outbox, cursor) == []
                 await crash(db)
         assert await db.ask("select count(*) from moored.outbox") == 0, "they were lost"
