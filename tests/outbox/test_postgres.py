@@ -55,6 +55,33 @@ async def test_the_first_consumer_starts_the_outbox(
         pg.outbox.consume("search")
 
 
+async def test_readers_go_on_while_the_connections_are_put_to_sleep(
+    make: MakePostgres, sql: Sql
+) -> None:
+    expected = [str(number) for number in range(60)]
+
+    async def consumed() -> list[str]:
+        async with pg.outbox.consume("search") as events:
+            return await payloads(events, len(expected))
+
+    async def tailed() -> list[str]:
+        found: list[str] = []
+        async for batch in pg.outbox.tail(start):
+            found += [event.payload for event in batch.events]
+            if len(found) >= len(expected):
+                break
+        return found
+
+    async with make() as pg, asyncio.timeout(LIMIT):
+        await pg.outbox.install()
+        start = (await pg.outbox.read()).cursor
+        readers = asyncio.gather(consumed(), *(tailed() for _ in range(8)))
+        for number in expected:
+            await pg.outbox.publish(sql, "orders", number)
+            await pg.sleep()
+        assert await readers == [expected] * 9
+
+
 async def test_it_is_a_source_of_a_broker(make: MakePostgres, sql: Sql) -> None:
     async with make() as pg, asyncio.timeout(LIMIT):
         await pg.outbox.install()

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, LiteralString
 
 from psycopg import sql
@@ -266,12 +267,25 @@ begin
     """;
     return null;
 end $$;
-create or replace trigger outbox_wake after insert on {schema}.outbox
-    for each statement execute function {schema}.outbox_wake();
+do $$
+begin
+    -- Even if the trigger exists, CREATE TRIGGER would wait for the publishers.
+    if not exists (select from pg_trigger where tgrelid = {outbox}::regclass
+            and tgname = 'outbox_wake' and tgenabled in ('O', 'A')) then
+        create or replace trigger outbox_wake after insert on {schema}.outbox
+            for each statement execute function {schema}.outbox_wake();
+    end if;
+end $$;
 """,
 )
 _NO_WAKE = """
-drop trigger if exists outbox_wake on {schema}.outbox;
+do $$
+begin
+    if exists (select from pg_trigger where tgrelid = {outbox}::regclass
+            and tgname = 'outbox_wake') then
+        drop trigger if exists outbox_wake on {schema}.outbox;
+    end if;
+end $$;
 """
 _FIRST = """
 select {schema}.outbox_partitions();
@@ -288,6 +302,12 @@ grant update (final) on {schema}.outbox_state to {role};
 grant execute on function {schema}.outbox_partitions, {schema}.outbox_prune to {role};
 """
 
+# The arguments of the triggers of a table, and whether they are of this outbox and work.
+_CAPTURED = """
+select tgargs, tgfoid = to_regproc({capture}) and tgenabled in ('O', 'A')
+from pg_trigger where tgrelid = to_regclass({table})
+    and tgname in ('moored_outbox_capture', 'moored_outbox_truncate')
+"""
 _CAPTURE = """
 create or replace trigger moored_outbox_capture after insert or update or delete on {table}
     for each row execute function {schema}.outbox_capture({arguments});
@@ -316,11 +336,15 @@ def grants(role: str, schema: str = "moored") -> str:
     return _filled(_GRANTS, schema, role=sql.Identifier(role))
 
 
-def capture(table: str, channel: str, tenant_column: str | None, schema: str = "moored") -> str:
+def captured(table: str, schema: str = "moored") -> str:
+    """Return the query for the triggers that `capture()` has created for a table."""
+    return _filled(_CAPTURED, schema, table=sql.Literal(_table(table).as_string(None)))
+
+
+def capture(table: str, arguments: Sequence[str], schema: str = "moored") -> str:
     """Return the statements that publish each change of a table from now on."""
-    given = [channel] if tenant_column is None else [channel, tenant_column]
-    arguments = sql.SQL(", ").join(map(sql.Literal, given))
-    return _filled(_CAPTURE, schema, table=_table(table), arguments=arguments)
+    given = sql.SQL(", ").join(map(sql.Literal, arguments))
+    return _filled(_CAPTURE, schema, table=_table(table), arguments=given)
 
 
 def uncapture(table: str) -> str:
@@ -347,6 +371,7 @@ def parts(schema: str) -> dict[str, sql.Composable]:
         "schema": sql.Identifier(check_schema(schema)),
         "outbox": name("outbox"),
         "default": name("outbox_default"),
+        "capture": name("outbox_capture"),
         "by_id": name("outbox_by_id"),
         "by_tenant": name("outbox_by_tenant"),
         "channel": sql.Literal(wake_channel(schema)),

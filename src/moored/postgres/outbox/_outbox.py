@@ -371,9 +371,9 @@ class Outbox:
     async def install(self, *, wake: Wake | None = None, roles: Sequence[str] = ()) -> None:
         """Create the tables and functions, or bring older ones up to date.
 
-        It waits until no publisher is open, for half a second at a time, in which other publishers
-        wait behind it. In a large older outbox run `upgrade()` instead, which blocks none of them
-        while it builds the indexes.
+        For older tables it waits until no publisher is open, for half a second at a time, in which
+        other publishers wait behind it. In a large older outbox run `upgrade()` instead, which
+        blocks none of them while it builds the indexes.
 
         :param wake: how publishers wake consumers; by default as it is installed, or for a new
             outbox as this object says.
@@ -393,14 +393,26 @@ class Outbox:
     ) -> None:
         """Publish every change of a table from now on, by triggers.
 
+        It waits until no transaction that writes to the table is open, for half a second at a time;
+        not at all if the table is captured so already.
+
         :param channel: the events' channel; by default the table's name as it was given.
         :param tenant_column: the column that holds the events' tenant.
         """
-        await self._run_ddl(_ddl.capture(table, channel or table, tenant_column, self.schema))
+        given = [channel or table, *([] if tenant_column is None else [tenant_column])]
+        arguments = "".join(f"{each}\0" for each in given).encode()
+        if await self._captured(table) != [(arguments, True)] * 2:
+            await self._reader.change(
+                sql.SQL(_ddl.capture(table, given, self.schema)), f"the table {table}"
+            )
 
     async def uncapture(self, table: str) -> None:
         """Remove the triggers of `capture()`."""
-        await self._run_ddl(_ddl.uncapture(table))
+        if await self._captured(table):
+            await self._reader.change(sql.SQL(_ddl.uncapture(table)), f"the table {table}")
+
+    async def _captured(self, table: str) -> list[Any]:
+        return await self._reader.run(sql.SQL(_ddl.captured(table, self.schema)))
 
     async def upgrade(self, *, report: Callable[[str], object] = log.info) -> None:
         """Bring an older outbox up to date while services publish.
@@ -417,9 +429,6 @@ class Outbox:
         await build_indexes(self._reader, report)
         report(f"converting the tables and functions in schema {self.schema}")
         await self.install()
-
-    async def _run_ddl(self, text: str) -> None:
-        await self._reader.run(sql.SQL(text))
 
     async def upkeep(self) -> OutboxUpkeep:
         """Create the partitions of the next periods, and drop those beyond the retention.

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import psycopg
 
 from moored.kernel import Clock, Recorder, describe
-from moored.reservoir import AsyncConnectionPool
+from moored.reservoir import AsyncConnectionPool, PoolClosed
 
 from .._settings import Settings
 from ..server import Resolver, connect
@@ -59,10 +59,23 @@ class OutboxPool:
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         """Check out a connection, which is in autocommit mode."""
-        async with self._awake():
-            pool = await self._opened()
-            async with pool.connection() as conn:
-                yield conn
+        checkout, conn = await self._checked_out()
+        async with checkout:
+            yield conn
+
+    async def _checked_out(self) -> tuple[AsyncExitStack, psycopg.AsyncConnection[Any]]:
+        """Check out a connection of the pool; of the next one if that is closed meanwhile."""
+        while True:
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self._awake())
+                pool = await self._opened()
+                try:
+                    conn = await stack.enter_async_context(pool.connection())
+                except PoolClosed:
+                    if self._pool is pool:
+                        raise
+                    continue
+                return stack.pop_all(), conn
 
     @property
     def silent_for(self) -> float:

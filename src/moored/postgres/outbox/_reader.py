@@ -248,7 +248,9 @@ class Reader:
             )
         self._kept = look.server, look.final
 
-    async def change(self, query: Statements, **names: sql.Composable) -> None:
+    async def change(
+        self, query: Statements, what: str = "the outbox", /, **names: sql.Composable
+    ) -> None:
         """Run statements that need strong locks, without stopping publishers for long."""
         text = self._filled(query, **names)
         for _ in range(LOCK_TRIES):
@@ -258,9 +260,9 @@ class Reader:
             except psycopg.errors.LockNotAvailable:
                 await asyncio.sleep(LOCK_AGAIN)
         raise PostgresError(
-            f"the outbox cannot be changed: at each of {LOCK_TRIES} tries, a transaction that has "
-            "published or reads it was open for more than half a second: end that transaction (it "
-            "has locks of the outbox in pg_locks), and run this again"
+            f"{what} cannot be changed: at each of {LOCK_TRIES} tries, a transaction that writes to"
+            " it or reads it was open for more than half a second: end that transaction (it has"
+            f" locks of {what} in pg_locks), and run this again"
         )
 
     async def alone(self, query: LiteralString, **names: sql.Composable) -> None:
