@@ -6,6 +6,9 @@ import asyncio
 import re
 import secrets
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -17,7 +20,7 @@ from moored.app import App
 from moored.broker import LiveEvent
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Backoff
-from moored.postgres import Outbox, OutboxEvent, Reset
+from moored.postgres import Outbox, OutboxEvent, Postgres, Reset
 from moored.service import Config
 from moored.testing import running_app
 
@@ -61,6 +64,37 @@ async def test_a_broker_and_two_consumers_read_one_outbox_of_a_pool(
         for part in ("broker", "consumer-mail", "consumer-text"):
             assert "restarts" not in app.explain(part)
     assert not outbox.is_open
+
+
+async def test_a_degraded_standby_does_not_consume_the_outbox_of_its_postgres(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    def made(name: str, **settings: Any) -> tuple[App, Postgres, Mails]:
+        app, mail = App(name, config=Config()), Mails()
+        pg = app.postgres(postgres_url, state_dir=tmp_path / name, stream_id="two", **settings)
+        app.consumer(pg.outbox, "mail")(mail)
+        return app, pg, mail
+
+    async with Outbox(postgres_url, install=True):
+        pass
+    app, pg, mail = made("first")
+    second, _, rest = made("second", notify_url=make_conninfo(postgres_url, port=1))
+    async with AsyncExitStack() as running, asyncio.timeout(LIMIT):
+        await running.enter_async_context(app)
+        await app.ready()
+        async with second:
+            await until(lambda: health(second)["postgres"] == "degraded", "no listener", LIMIT)
+            await until(lambda: health(second)["consumer-mail"] == "waiting", "it waits", LIMIT)
+            assert "another instance has the change stream" in second.explain("consumer-mail")
+            async with pg.connection() as conn:
+                await pg.outbox.publish(conn, "mail", 1)
+            await until(lambda: mail.events, "the event is handled", LIMIT)
+            await running.aclose()
+            await until(lambda: health(second)["consumer-mail"] == "active", "it goes on", LIMIT)
+            async with await psycopg.AsyncConnection.connect(postgres_url) as conn:
+                await pg.outbox.publish(conn, "mail", 2)
+            await until(lambda: rest.events, "the next event is handled", LIMIT)
+    assert [event.json() for event in mail.events + rest.events] == [1, 2]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of, refuse, unmet
-from moored.postgres import Outbox
+from moored.postgres import ConnectionState, Outbox
 from moored.service import (
     READY_STATES,
     Config,
@@ -328,7 +328,7 @@ class App:
                 ("max_parked", max_parked, max_parked >= 1, "at least 1"),
             ),
         )
-        streams = [part for pg, part in self._streams.items() if source in (pg, pg.outbox)]
+        streams = {pg: part for pg, part in self._streams.items() if source in (pg, pg.outbox)}
         if not outbox and not streams:
             raise AppError(
                 f"the consumer {consumer!r} follows a Postgres that is not a part of the app "
@@ -337,9 +337,9 @@ class App:
 
         def add(handle: H) -> H:
             entry = self._entry(name or f"consumer-{consumer}", required, after)
-            others = tuple(dict.fromkeys((*streams, *entry.after)))
+            others = tuple(dict.fromkeys((*streams.values(), *entry.after)))
             # Of an outbox, too, one replica at a time gets the events of a consumer.
-            entry = replace(entry, after=others, stands_by=bool(streams))
+            entry = replace(entry, after=others, stands_by=lambda: any(map(_stands_by, streams)))
             _check_async(entry.name, handle)
             consumed: Consumed
             if isinstance(source, Outbox):
@@ -495,6 +495,10 @@ def _check_url(name: str, url: object) -> None:
             connection_string(url)
     except ValueError as error:
         raise AppError(f"the URL of {name} is wrong: {error}") from None
+
+
+def _stands_by(pg: Postgres) -> bool:
+    return pg.status().conn is ConnectionState.WAITING_ON_LOCK
 
 
 def _check_async(name: str, function: Any) -> None:
