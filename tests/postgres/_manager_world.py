@@ -139,7 +139,7 @@ class Instance:
         known = name in store.ledgers
         changes = pg.changes(name)
         ledger = store.ledgers.setdefault(name, Ledger(name))
-        saved = store.consumers()[name]
+        saved = store.load().consumers[name]
         if not known:
             ledger.owed = saved.acknowledged
         self.seats[name] = seat = Seat(ledger)

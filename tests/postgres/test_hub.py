@@ -292,7 +292,7 @@ async def test_a_handled_reset_does_not_clear_a_later_one_with_the_same_reason(h
     await hub.reset("the slot was missing")
     confirm_all(hub)
     await reset_of(changes)  # the first copy is complete, and the second begins
-    saved = hub._store.consumers()["search"].reset
+    saved = hub._store.load().consumers["search"].reset
     assert saved is not None
     assert saved.reason == "the slot was missing"
 
@@ -425,10 +425,10 @@ async def test_a_start_that_does_not_exist_is_not_stored(hub: Hub) -> None:
     """What is kept is compared with the log's end: for all, and at each beginning."""
     changes = hub.attach("far", start=at(5000))
     await hub.checkpoint(1000)
-    assert hub._store.consumers()["far"].acknowledged is None
+    assert hub._store.load().consumers["far"].acknowledged is None
     hub.begin(HISTORY, 1000)
     await hub.checkpoint(1000)
-    assert hub._store.consumers()["far"].acknowledged == 5000
+    assert hub._store.load().consumers["far"].acknowledged == 5000
     assert changes.name == "far"
 
 

@@ -8,14 +8,16 @@ import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from moored.kernel import Recorder
 from moored.postgres import Changes, History, Lsn, Position, Reset, Transaction
-from moored.postgres.consume import Hub, StateStore
+from moored.postgres.consume import Hub, StateStore, stored
 from moored.postgres.decode import Body, Committed
 
+from .conftest import MakePostgres
 from .server import LIMIT, confirm_all, following
 
 HISTORY = History("1", 1)
@@ -76,7 +78,7 @@ async def test_a_consumer_that_attaches_while_the_state_is_read_is_not_reset(hub
     hub.apply_all([Committed(1, Body(), {}, 1095, 1100)])
     item = await asyncio.wait_for(anext(changes), LIMIT)
     assert isinstance(item, Transaction), item
-    assert hub._store.consumers().keys() == {"new"}
+    assert hub._store.load().consumers.keys() == {"new"}
 
 
 async def test_a_consumer_that_is_dropped_while_the_state_is_read_retains_nothing(hub: Hub) -> None:
@@ -85,7 +87,7 @@ async def test_a_consumer_that_is_dropped_while_the_state_is_read_retains_nothin
         dropping = asyncio.create_task(hub.drop("old"))
     await dropping
     assert hub.consumers() == {}
-    assert hub._store.consumers() == {}
+    assert hub._store.load().consumers == {}
 
 
 async def test_a_start_that_is_given_while_the_state_is_read_is_used(hub: Hub) -> None:
@@ -106,7 +108,7 @@ async def test_an_earlier_start_lowers_the_stored_position(hub: Hub) -> None:
     assert hub.stored("search") == 1100
     hub.begin(HISTORY, 1000)
     await acknowledged(hub, changes, 1200)
-    assert hub.stored("search") == hub._store.consumers()["search"].acknowledged == 1200
+    assert hub.stored("search") == hub._store.load().consumers["search"].acknowledged == 1200
     assert slow.name == "slow"
 
 
@@ -123,7 +125,7 @@ async def test_an_earlier_start_is_stored_although_a_later_position_is_written_m
         await asyncio.sleep(0)
         changes = hub.attach("search", start=at(1050))
     await asyncio.wait_for(saving, LIMIT)
-    assert store.consumers()["search"].acknowledged == 1050
+    assert store.load().consumers["search"].acknowledged == 1050
     assert other.name == "other"
 
 
@@ -138,4 +140,33 @@ async def test_a_consumer_that_attaches_during_a_reset_has_no_position_of_the_ol
     confirm_all(hub)
     assert isinstance(await asyncio.wait_for(anext(changes), LIMIT), Reset)
     await hub.checkpoint(500)
-    assert hub._store.consumers()["new"].acknowledged == 500
+    assert hub._store.load().consumers["new"].acknowledged == 500
+
+
+@pytest.mark.parametrize("name", ["bad\ud800", "bad\0", b"bad", None])
+async def test_a_name_that_cannot_be_stored_is_refused(make: MakePostgres, name: Any) -> None:
+    async with make() as pg:
+        for attach in (pg.changes, lambda name: pg.follow("orders", consumer=name)):
+            with pytest.raises(ValueError, match="without NUL and surrogates"):
+                attach(name)
+        assert pg.changes("good").name == "good"
+
+
+def test_a_posted_write_that_fails_does_not_stop_the_others(
+    store: StateStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.post(store.put, "bad\ud800", 5)
+    store.post(store.put, "good", 5)
+    assert store.load().consumers.keys() == {"good"}
+    assert "a write to the state file" in caplog.text
+
+
+async def test_many_posted_writes_take_few_threads(store: StateStore) -> None:
+    with locked(store.path):
+        before = threading.active_count()
+        for number in range(100):
+            store.post(store.put_new, f"consumer {number}", None)
+            await asyncio.sleep(0)
+        assert threading.active_count() <= before + 2
+    await asyncio.wait_for(stored(store.flush), LIMIT)
+    assert len(store.load().consumers) == 100

@@ -14,6 +14,7 @@ from moored.postgres import (
     Parking,
     PostgresError,
     Reset,
+    Rows,
     Transaction,
 )
 from moored.postgres.parking import list_parked, parking_ddl, parking_grants, retry_parked
@@ -99,6 +100,21 @@ async def test_an_item_that_is_too_large_is_refused(make: MakePostgres, sql: Sql
         await parking.prepare()
         with pytest.raises(PostgresError, match="has more than 64 MB: it cannot be parked"):
             await parking.park(item, FAILED)
+        assert await parking.items() == []
+
+
+async def test_an_item_of_a_follower_is_refused(make: MakePostgres, sql: Sql) -> None:
+    """Its changes, and its position, have a meaning only in the order of the copy."""
+    async with make() as pg, pg.follow("orders", consumer="copy") as items:
+        parking: Parking[Any] = Parking.of(pg, "copy")
+        await parking.prepare()
+        rows = await asyncio.wait_for(anext(items), LIMIT)
+        assert isinstance(rows, Rows)
+        await rows.ack()
+        await sql.execute("insert into orders values (1, 'tea')")
+        for item in (rows, await first_transaction(items)):
+            with pytest.raises(ConfigurationError, match=r"an item of follow\(\) has its meaning"):
+                await parking.park(item, FAILED)
         assert await parking.items() == []
 
 

@@ -118,7 +118,7 @@ async def test_a_cancelled_close_completes(make: MakePostgres) -> None:
     await pg.close()
     assert await asyncio.wait_for(events, LIMIT) is None
     with pytest.raises(StateError, match="closed database"):
-        pg._stack.store.consumers()
+        pg._stack.store.load()
 
 
 # -- after a fatal error ---------------------------------------------------------------------------

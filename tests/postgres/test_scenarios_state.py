@@ -446,7 +446,7 @@ async def test_a_waiting_process_overwrites_nothing_when_it_closes(
     with pytest.raises(StreamEnded, match="another instance"):
         await second.hub.checkpoint(120)  # before it is told to the server, which it is not
     assert first.store.confirmed() == 50
-    assert first.store.consumers()["search"].acknowledged == 50
+    assert first.store.load().consumers["search"].acknowledged == 50
     assert given(changes) == ["restored", 60]
 
 
@@ -549,7 +549,7 @@ async def test_a_process_killed_beside_a_slow_consumer_keeps_the_position_of_a_f
 
         async def stored() -> bool:
             with closing(StateStore(path)) as store:
-                return (store.consumers()["fast"].acknowledged or 0) >= txn.position.lsn
+                return (store.load().consumers["fast"].acknowledged or 0) >= txn.position.lsn
 
         await until(stored)
         # The state file that a killed process would leave: at its end, this one stores everything.

@@ -41,7 +41,7 @@ def kept(directory: Path, stream_id: str = "default") -> tuple[History | None, d
     store = StateStore(directory / f"{stream_id}.db")
     try:
         return store.history(), {
-            name: it.reset and it.reset.reason for name, it in store.consumers().items()
+            name: it.reset and it.reset.reason for name, it in store.load().consumers.items()
         }
     finally:
         store.close()

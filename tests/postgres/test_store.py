@@ -30,18 +30,18 @@ def again(store: StateStore) -> StateStore:
 def test_a_new_store_is_empty(store: StateStore) -> None:
     assert store.history() is None
     assert store.confirmed() is None
-    assert store.consumers() == {}
+    assert store.load().consumers == {}
 
 
 def test_the_state_survives_a_reopen(store: StateStore) -> None:
     store.set_history(History("7", 3))
-    store.add("search", None)
-    store.add("cache", 5)
+    store.post(store.put, "search", None)
+    store.post(store.put, "cache", 5)
     store.save(Lsn(100), {"search": 120, "cache": 100})
     other = again(store)
     assert other.history() == History("7", 3)
     assert other.confirmed() == 100
-    assert other.consumers() == {
+    assert other.load().consumers == {
         "search": Saved(Lsn(120), None),
         "cache": Saved(Lsn(100), None),
     }
@@ -49,16 +49,16 @@ def test_the_state_survives_a_reopen(store: StateStore) -> None:
 
 
 def test_a_reset_is_stored_until_it_was_handled(store: StateStore) -> None:
-    store.add("search", 5)
+    store.post(store.put, "search", 5)
     store.save(Lsn(5), {"search": 5})
     first = store.reset("restored from a backup")
-    assert store.consumers() == {"search": Saved(None, Reset("restored from a backup", 1))}
+    assert store.load().consumers == {"search": Saved(None, Reset("restored from a backup", 1))}
     assert store.confirmed() is None
     second = store.reset("restored from a backup")
     store.reset_handled("search", first.number)
-    assert store.consumers() == {"search": Saved(None, second)}
+    assert store.load().consumers == {"search": Saved(None, second)}
     store.reset_handled("search", second.number)
-    assert store.consumers() == {"search": Saved(None, None)}
+    assert store.load().consumers == {"search": Saved(None, None)}
 
 
 def test_a_file_without_reset_numbers_is_opened(tmp_path: Path) -> None:
@@ -70,58 +70,58 @@ def test_a_file_without_reset_numbers_is_opened(tmp_path: Path) -> None:
         )
         file.execute("insert into consumers values ('search', null, null, 'restored')")
     with closing(StateStore(path)) as store:
-        assert store.consumers() == {"search": Saved(None, Reset("restored"))}
+        assert store.load().consumers == {"search": Saved(None, Reset("restored"))}
         store.reset_handled("search", 0)
-        assert store.consumers() == {"search": Saved(None, None)}
+        assert store.load().consumers == {"search": Saved(None, None)}
 
 
 def test_a_reset_of_one_consumer_does_not_affect_others(store: StateStore) -> None:
-    store.add("slow", 5)
-    store.add("quick", 50)
+    store.post(store.put, "slow", 5)
+    store.post(store.put, "quick", 50)
     store.save(Lsn(5), {})
     store.reset("too slow", "slow")
-    assert store.consumers()["quick"] == Saved(Lsn(50), None)
-    assert store.consumers()["slow"] == Saved(None, Reset("too slow", 1))
+    assert store.load().consumers["quick"] == Saved(Lsn(50), None)
+    assert store.load().consumers["slow"] == Saved(None, Reset("too slow", 1))
     assert store.confirmed() == 5
 
 
 def test_a_dropped_consumer_is_removed(store: StateStore) -> None:
-    store.add("search", 5)
-    store.drop("search")
-    assert store.consumers() == {}
+    store.post(store.put, "search", 5)
+    store.post(store.put_dropped, "search")
+    assert store.load().consumers == {}
 
 
 def test_the_greatest_lsn_can_be_stored(store: StateStore) -> None:
-    store.add("search", 2**64 - 1)
+    store.post(store.put, "search", 2**64 - 1)
     store.save(Lsn(2**64 - 1), {"search": 2**64 - 1})
     assert store.confirmed() == 2**64 - 1
-    assert store.consumers()["search"].acknowledged == 2**64 - 1
+    assert store.load().consumers["search"].acknowledged == 2**64 - 1
 
 
 def test_a_stale_save_changes_nothing(store: StateStore) -> None:
     """Another process may write an older state when it closes."""
-    store.add("search", 5)
+    store.post(store.put, "search", 5)
     store.save(Lsn(10), {"search": 20}, {"search": 18})
     store.save(Lsn(8), {"search": 15, "nobody": 3}, {"search": 12})
     assert store.confirmed() == 10
-    assert store.consumers() == {"search": Saved(Lsn(20), None, Lsn(18))}
+    assert store.load().consumers == {"search": Saved(Lsn(20), None, Lsn(18))}
     store.reset("restored")
     store.save(Lsn(30), {"search": 40})
     assert store.confirmed() is None
-    assert store.consumers()["search"].acknowledged is None
+    assert store.load().consumers["search"].acknowledged is None
     store.save(Lsn(3), {"search": 4}, times_reset=1)
     assert store.confirmed() == 3
-    assert store.consumers()["search"].acknowledged == 4
+    assert store.load().consumers["search"].acknowledged == 4
 
 
 def test_resets_are_counted(store: StateStore) -> None:
-    assert store.resets() == (0, "")
+    assert store.load().resets == (0, "")
     store.reset("restored from a backup")
-    store.add("search", 5)
+    store.post(store.put, "search", 5)
     store.reset("too slow", "search")
-    assert store.resets() == (1, "restored from a backup")
+    assert store.load().resets == (1, "restored from a backup")
     store.reset("")
-    assert again(store).resets() == (2, "")
+    assert again(store).load().resets == (2, "")
 
 
 def test_a_given_up_slot_is_stored_until_the_next_history(store: StateStore) -> None:
@@ -153,7 +153,7 @@ def test_saved_state_survives_a_kill(tmp_path: Path) -> None:
         "from moored.postgres import History, Lsn\n"
         "from moored.postgres.consume import StateStore\n"
         "store = StateStore(Path(sys.argv[1]))\n"
-        "store.add('search', 1)\n"
+        "store.post(store.put, 'search', 1)\n"
         "store.save(Lsn(77), {'search': 78})\n"
         "print('saved', flush=True)\n"
         "sys.stdin.read()\n"
@@ -165,7 +165,7 @@ def test_saved_state_survives_a_kill(tmp_path: Path) -> None:
         process.kill()
     store = StateStore(path)
     assert store.confirmed() == 77
-    assert store.consumers() == {"search": Saved(Lsn(78), None)}
+    assert store.load().consumers == {"search": Saved(Lsn(78), None)}
     store.close()
 
 
@@ -177,7 +177,7 @@ def impatient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[State
     """A store that waits only a moment for another process."""
     monkeypatch.setattr(_store, "PATIENCE", 0.05)
     opened = StateStore(tmp_path / "state.db")
-    opened.add("search", 5)
+    opened.post(opened.put, "search", 5)
     yield opened
     opened.close()
 
@@ -208,24 +208,24 @@ def test_a_failed_save_leaves_the_file_free_for_other_writers(impatient: StateSt
 def test_a_full_disk_is_named_with_its_path(impatient: StateStore) -> None:
     impatient._database.execute("pragma max_page_count = 1")
     with pytest.raises(StateError, match=r"disk of .*state\.db.* is full"):
-        impatient.add("x" * 100_000, 5)
+        impatient.post(impatient.put, "x" * 100_000, 5)
     impatient._database.execute("pragma max_page_count = 100000")
-    impatient.add("another", 5)
-    assert "another" in impatient.consumers()
+    impatient.post(impatient.put, "another", 5)
+    assert "another" in impatient.load().consumers
 
 
 def test_a_failed_read_names_the_path(impatient: StateStore) -> None:
     writer = sqlite3.connect(impatient.path, isolation_level=None)
     writer.execute("begin exclusive")
     with pytest.raises(StateError, match=r"state\.db.*locked"):
-        impatient.consumers()
+        impatient.load()
     writer.close()
-    assert "search" in impatient.consumers()
+    assert "search" in impatient.load().consumers
 
 
 def test_only_the_user_can_read_the_file(tmp_path: Path) -> None:
     store = StateStore(tmp_path / "streams" / "state.db")
-    store.add("search", 5)
+    store.post(store.put, "search", 5)
     store.close()
     assert store.path.stat().st_mode & 0o777 == 0o600
     assert store.path.parent.stat().st_mode & 0o777 == 0o700

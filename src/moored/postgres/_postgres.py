@@ -343,10 +343,7 @@ class Postgres:
             dropped, renamed, or given another type that leaves the rows as they are.
         """
         self._check_open()
-        wrong: list[str] = (
-            [] if isinstance(consumer, str) else [f"consumer={consumer!r} must be a str"]
-        )
-        refuse("changes()", wrong + mistakes(tables))
+        refuse("changes()", mistakes(tables, consumer))
         if self.fatal is not None:
             raise ConfigurationError(self.fatal)
         if isinstance(start, str):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from moored.kernel import in_thread
+from moored.kernel import describe, in_thread
 
 from .._errors import ConfigurationError, StateError
 from .._lsn import Lsn
@@ -118,6 +118,8 @@ class StateStore:
         self._posted: deque[Callable[[], object]] = deque()
         #: How often `post()` was called.
         self.writes = 0
+        #: Whether a thread was started that will store what was posted.
+        self._due = False
         try:
             _make_private(path)
             self._database = sqlite3.connect(
@@ -170,16 +172,6 @@ class StateStore:
         text = self.fact("last")
         return NO_COMMIT if text is None else CommitMark.parse(text)
 
-    def resets(self) -> Resets:
-        """Return the number of resets of all consumers, and the reason of the last one."""
-        with self._reading():
-            return self._resets()
-
-    def consumers(self) -> dict[str, Saved]:
-        """Return all consumers that were ever attached and not dropped."""
-        with self._reading():
-            return self._consumers()
-
     def load(self) -> StoredState:
         """Return everything."""
         last, confirmed = self.last(), self.confirmed()
@@ -200,7 +192,8 @@ class StateStore:
         """Let a write without a transaction of its own (`put_…`) be part of the next one.
 
         On an event loop, the next transaction begins at once, in a thread. If it fails, the write
-        stays for the one after it: no position is confirmed to the server before it is stored.
+        stays for the one after it: no position is confirmed to the server before it is stored. A
+        write whose values cannot be stored is logged and left out.
         """
         self._posted.append(partial(write, *args))
         self.writes += 1
@@ -209,7 +202,14 @@ class StateStore:
         except RuntimeError:
             self.flush()
         else:
-            stored(self.flush).add_done_callback(_report)
+            if not self._due:
+                self._due = True
+                stored(self.flush).add_done_callback(self._flushed)
+
+    def _flushed(self, flush: asyncio.Future[None]) -> None:
+        if not flush.cancelled() and (error := flush.exception()) is not None:
+            self._due = False
+            log.warning("%s; it is stored before the next position", error)
 
     def flush(self) -> None:
         """Store what was posted."""
@@ -302,16 +302,6 @@ class StateStore:
             )
         return True
 
-    def add(self, name: str, acknowledged: int | None) -> None:
-        """Add a consumer, or set its position."""
-        with self._transaction():
-            self.put(name, acknowledged)
-
-    def drop(self, name: str) -> None:
-        """Remove a consumer."""
-        with self._transaction():
-            self.put_dropped(name)
-
     def reset(self, reason: str, name: str | None = None) -> Reset:
         """Reset all consumers, or one: their positions are removed, and the reset stored."""
         with self._transaction():
@@ -402,11 +392,12 @@ class StateStore:
     def _transaction(self) -> Iterator[None]:
         """Run a write transaction, after the posted writes and with them."""
         with self._used():
+            self._due = False
             posted = list(self._posted)
             try:
                 self._database.execute("begin immediate")
                 for write in posted:
-                    write()
+                    self._try(write)
                 yield
                 self._database.execute("commit")
                 for _ in posted:
@@ -416,6 +407,12 @@ class StateStore:
                 with suppress(sqlite3.Error):
                     self._database.execute("rollback")
                 raise
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except (ValueError, TypeError, OverflowError) as error:  # not of the file, but of a value
+            log.error("a write to the state file %s is lost: %s", self.path, describe(error))
 
     def _advice(self, error: sqlite3.Error) -> str:
         match getattr(error, "sqlite_errorcode", 0) & 0xFF:
@@ -455,11 +452,6 @@ class StateStore:
         found = self._database.execute("select value from facts where name = ?", (name,))
         row = found.fetchone()
         return None if row is None else str(row[0])
-
-
-def _report(flushed: asyncio.Future[None]) -> None:
-    if not flushed.cancelled() and (error := flushed.exception()) is not None:
-        log.warning("%s; it is stored before the next position", error)
 
 
 def _make_private(path: Path) -> None:

@@ -195,16 +195,29 @@ def _unquoted(part: str) -> str:
     return part[1:-1].replace('""', '"') if part.startswith('"') else part
 
 
-def mistakes(tables: object) -> list[str]:
-    """Return what is wrong with the argument `tables`."""
+def mistakes(tables: object, consumer: object = "default") -> list[str]:
+    """Return what is wrong with the arguments `tables` and `consumer`."""
+    wrong = []
+    if not _is_text(consumer):
+        wrong.append(f"consumer={consumer!r} must be a str, without NUL and surrogates")
     if not isinstance(tables, (list, tuple)):
-        return [f"tables={tables!r} must be a list of names, such as ['orders', 'shop.customers']"]
-    return [f"tables: {each!r} is not the name of a table" for each in tables if not _is_name(each)]
+        example = "['orders', 'shop.customers']"
+        return [*wrong, f"tables={tables!r} must be a list of names, such as {example}"]
+    names = [each for each in tables if not _is_text(each) or not _is_name(each)]
+    return [*wrong, *(f"tables: {each!r} is not the name of a table" for each in names)]
 
 
-def _is_name(text: object) -> bool:
+def _is_text(value: object) -> bool:
+    """Return whether the state file and the database can store it."""
     try:
-        return isinstance(text, str) and bool(text.encode()) and bool(parse_table(text))
+        return isinstance(value, str) and b"\0" not in value.encode()
+    except UnicodeEncodeError:
+        return False
+
+
+def _is_name(text: str) -> bool:
+    try:
+        return bool(parse_table(text))
     except ValueError:
         return False
 

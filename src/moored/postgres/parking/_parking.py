@@ -184,13 +184,14 @@ class Parking(Generic[T]):
     async def park(self, item: T, error: BaseException, *, tries: int = 1) -> None:
         """Store an item with its error; acknowledge the item when this has returned.
 
-        Raises `PostgresError` if the item is too large: then it must not be acknowledged.
+        Raises `PostgresError` if the item is too large, or one of `follow()`: then it must not be
+        acknowledged.
         """
-        what = self._stored.describe(item)
+        position, what = self._stored.position(item), self._stored.describe(item)
         if self._stored.size(item) > MOST_BYTES:
             raise PostgresError(f"{what} has more than {MOST_BYTES >> 20} MB: it cannot be parked")
         content = await in_thread(partial(self._stored.pack, item), name="moored parked item")
-        values = self._stored.position(item), what, _text(error), tries, content
+        values = position, what, _text(error), tries, content
         async with self._connection() as conn:
             await conn.execute(_PARK, (*self._key, *values))
 

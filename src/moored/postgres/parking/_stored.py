@@ -17,7 +17,7 @@ import psycopg
 
 from moored.kernel import counted, in_thread
 
-from .._errors import DecodeError
+from .._errors import ConfigurationError, DecodeError
 from .._position import Position
 from ..consume import Attachment, Transaction
 from ..decode import Body, Column, Committed, Relation, ReplicaIdentity, Types
@@ -97,6 +97,11 @@ class StoredTransactions:
         self._types = types
 
     def position(self, item: Transaction) -> str:
+        if type(item) is not Transaction:
+            raise ConfigurationError(
+                f"{item!r} cannot be parked: an item of follow() has its meaning only in the "
+                "order of its copy; handle it again, or read the changes with changes()"
+            )
         return str(item.position)
 
     def describe(self, item: Transaction) -> str:
