@@ -75,7 +75,7 @@ class Listener:
         url: str,
         *,
         notify_through: Any = None,
-        heartbeat: float = 1.5,
+        heartbeat: float = 1.0,
         canary_every: float | None = 5.0,
         optional: bool = False,
         name: str = "listener",

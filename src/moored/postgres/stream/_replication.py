@@ -198,7 +198,7 @@ class ReplicationClient:
         self.report(Step.STREAMING)
         self.positions = Positions(found.confirmed)
         self.hub.begin(History(found.system_id, found.timeline_id), found.confirmed)
-        self._note_arrival()
+        self._note_arrival(link)
         async with asyncio.TaskGroup() as tasks:
             reader = tasks.create_task(self._read(link), name="moored-replication-read")
             answers = tasks.create_task(self._answer(link), name="moored-replication-answer")
@@ -211,7 +211,7 @@ class ReplicationClient:
         first = True
         while True:
             batch = await link.receive()
-            self._note_arrival()
+            self._note_arrival(link)
             if first:
                 first = False
                 self.first_message()
@@ -240,7 +240,7 @@ class ReplicationClient:
                 self._paused = True
                 await hub.room()
                 self._paused = False
-                self._note_arrival()  # the pause was ours: the server was not silent
+                self._note_arrival(link)  # the pause was ours: the server was not silent
             else:
                 await asyncio.sleep(0)
 
@@ -330,8 +330,7 @@ class ReplicationClient:
         long as its bytes arrive.
         """
         if link.arrivals != self._arrivals:
-            self._arrivals = link.arrivals
-            self._note_arrival()
+            self._note_arrival(link)
         now = self.clock.monotonic()
         if self._paused or now < self._overdue_at() or link.has_input:
             return False
@@ -346,7 +345,8 @@ class ReplicationClient:
         self._unstored = True
         self._status_due.set()
 
-    def _note_arrival(self) -> None:
+    def _note_arrival(self, link: ReplicationLink) -> None:
+        self._arrivals = link.arrivals
         self._arrived_at = self.clock.monotonic()
         self._requested_at = None
 
