@@ -170,7 +170,7 @@ class Broken:
 async def test_stream_resumes_when_the_history_can_be_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moored.broker._stream.RETRY", (0.01, 0.01))
+    monkeypatch.setattr("moored.broker._replays.RETRY", (0.01, 0.01))
     broker = Broker(MemorySource(), replay=Broken(2), channels=["orders"])
     async with broker, broker.subscribe(ACME, after="7") as stream:
         found = await anext(stream)

@@ -207,7 +207,7 @@ async def test_client_resumes_a_stream_that_ended_before_its_first_event() -> No
 @pytest.mark.parametrize("last", ["1-1", "{}-", "{}--1", "{}-1e3", "{}-" + "9" * 5000, "é-1", "-"])
 async def test_odd_last_event_id_gets_a_reset(last: str) -> None:
     async with stage() as on:
-        own = on.broker._newest.partition("-")[0]
+        own = on.broker._newest.id.partition("-")[0]
         given = {"Last-Event-ID": last.replace("{}", own).encode()}
         async with reading(on.url, headers=given) as acme:
             found = await acme.next()
@@ -432,6 +432,27 @@ async def test_idle_stream_sends_comments() -> None:
         assert acme.comments == ["keepalive"]
 
 
+class Stuck:
+    """A history whose server does not answer."""
+
+    def position(self, id: str) -> int:
+        return int(id)
+
+    async def read(self, *_: Any) -> list[SourceEvent]:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+
+async def test_stream_that_waits_for_its_history_sends_comments() -> None:
+    async with (
+        asyncio.timeout(20),
+        stage(app={"keepalive": 0.1}, replay=Stuck()) as on,
+        reading(on.url, headers={"Last-Event-ID": "1"}) as acme,
+    ):
+        for _ in range(2):
+            await acme.until_comment()
+
+
 async def test_client_that_hangs_up_is_removed() -> None:
     async with stage() as on:
         async with reading(on.url):
@@ -549,7 +570,7 @@ async def test_websocket_gets_the_same_events() -> None:
         headers = {"Authorization": "Bearer acme-key"}
         async with websockets.connect(url, additional_headers=headers) as line:
             start = json.loads(await line.recv())
-            assert (start["event"], start["id"]) == ("start", on.broker._newest)
+            assert (start["event"], start["id"]) == ("start", on.broker._newest.id)
             on.publish(1)
             found = json.loads(await line.recv())
             assert (found["event"], json.loads(found["data"])["number"]) == ("orders", 1)

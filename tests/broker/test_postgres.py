@@ -18,11 +18,12 @@ from tests.broker.serving import ACME, OTHER
 from tests.held import watched_loop
 from tests.servers import empty_database, free_port
 
-from moored.broker import Broker, LiveEvent, LiveStream, StreamReset
+from moored.broker import Broker, LiveEvent, LiveStream, SourceEvent, StreamReset
 from moored.broker.postgres import ChangeEvents, OutboxEvents
 from moored.embedded import EmbeddedPostgres, SyncEmbeddedPostgres
 from moored.postgres import Postgres
 from moored.postgres.outbox import Outbox, _wakes, ddl
+from moored.reservoir import AsyncConnectionPool
 from moored.testing import scaled
 
 
@@ -114,6 +115,41 @@ async def first_id(url: str, outbox: Outbox) -> str:
         found = await anext(stream)
         assert isinstance(found, LiveEvent)
         return found.id
+
+
+async def test_slow_read_of_the_history_is_cancelled_on_the_server(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored.broker._replays.LIMIT", 0.2)
+    slow = "select query_start from pg_stat_activity where state = 'active' and query = %s"
+
+    class Slow(OutboxEvents):
+        async def read(self, *_: object) -> list[SourceEvent]:
+            async with pool.connection() as conn:
+                await conn.execute(sleep)
+            raise AssertionError
+
+    sleep = "select pg_sleep(60)"
+    async with (
+        asyncio.timeout(60),
+        AsyncConnectionPool(url, min_size=1) as pool,
+        Outbox(pool) as outbox,
+        Broker(Slow(outbox)) as broker,
+        broker.subscribe(ACME) as first,
+        broker.subscribe(ACME, after=first.start) as stream,
+    ):
+        taking = asyncio.create_task(stream.take())
+        begun = set[object]()
+        with psycopg.connect(url, autocommit=True) as watcher:
+            while len(begun) < 3:
+                running = watcher.execute(slow, [sleep]).fetchall()
+                assert len(running) <= 1, "the one before was cancelled"
+                begun.update(running)
+                await asyncio.sleep(0.02)
+            stream.subscriber.end("closed")
+            assert await taking == []
+            while watcher.execute(slow, [sleep]).fetchall():  # noqa: ASYNC110 - no event for it
+                await asyncio.sleep(0.02)
 
 
 async def test_tenant_column_decides(url: str) -> None:

@@ -14,6 +14,7 @@ from tests.broker.serving import ACME, OTHER
 
 from moored.broker import Broker, LiveEvent, MemorySource, SourceEvent, SourceGap
 from moored.broker._events import StreamComment
+from moored.broker._replays import READS
 
 pytestmark = pytest.mark.pure
 
@@ -72,7 +73,7 @@ async def test_streams_of_one_tenant_and_position_share_a_read() -> None:
         source.open.set()
         for items in await asyncio.gather(*waiting):
             assert [item.id for item in items if isinstance(item, LiveEvent)] == ["2"]
-        assert len(source.reads) <= 2, "the first, and one for all that came meanwhile"
+        assert len(source.reads) <= READS + 1, "the first, and one for all that came meanwhile"
         assert broker.statistics().replayed == 50
 
 
@@ -96,7 +97,7 @@ async def test_stream_never_waits_for_a_read_that_began_before_it_was_registered
                 assert [item.id for item in items if isinstance(item, LiveEvent)] == ["101"]
 
 
-async def test_one_read_runs_at_a_time_and_each_tenant_gets_its_turn() -> None:
+async def test_few_reads_run_at_a_time_and_each_tenant_gets_its_turn() -> None:
     source = Gated()
     async with Broker(source) as broker, AsyncExitStack() as stack:
         tasks = []
@@ -107,12 +108,14 @@ async def test_one_read_runs_at_a_time_and_each_tenant_gets_its_turn() -> None:
         other = await stack.enter_async_context(broker.subscribe(OTHER, after="7"))
         tasks.append(asyncio.create_task(other.take()))
         await turns()
-        assert source.reads == [(ACME, 0)]
+        assert source.reads == [(ACME, number) for number in range(READS)]
         source.open.set()
         async with asyncio.timeout(30):
             await tasks[-1]
-        assert source.most == 1
-        assert source.reads.index((OTHER, 7)) <= 3, "not after all reads of the other tenant"
+        assert source.most == READS
+        assert source.reads.index((OTHER, 7)) <= READS + 2, (
+            "not after all reads of the other tenant"
+        )
         for task in tasks:
             task.cancel()
 
@@ -128,16 +131,74 @@ async def test_read_ends_when_no_stream_waits_for_it_any_more() -> None:
                     task = asyncio.create_task(stream.take())
                     stack.callback(task.cancel)
                 await turns()
-                assert source.running == 1
+                assert source.running == READS
             await turns()
             assert source.running == 0
-        assert len(source.reads) == 2, "those that were queued never began"
+        assert len(source.reads) == 2 * READS, "those that were queued never began"
+
+
+async def test_read_that_takes_too_long_is_cancelled_and_comes_after_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("moored.broker._replays.LIMIT", 0.05)
+
+    class Slow(Gated):
+        async def read(
+            self, after: Any, tenant: str, channels: Any, limit: int
+        ) -> list[SourceEvent]:
+            slow = tenant == OTHER and sum(each == OTHER for each, _ in self.reads) < 2 * READS
+            self.open = asyncio.Event()
+            if not slow:
+                self.open.set()
+            return await super().read(after, tenant, channels, limit)
+
+    source = Slow(event(9), event(8, OTHER))
+    async with Broker(source) as broker, AsyncExitStack() as stack, asyncio.timeout(30):
+        slow = [
+            await stack.enter_async_context(broker.subscribe(OTHER, after=str(number)))
+            for number in range(READS)
+        ]
+        waiting = [asyncio.create_task(stream.take()) for stream in slow]
+        await turns()
+        assert source.running == READS
+        other = await stack.enter_async_context(broker.subscribe(ACME, after="0"))
+        await anext(other)
+        assert not any(task.done() for task in waiting), "the slow reads gave up their places"
+        for items in await asyncio.gather(*waiting):
+            assert [item.id for item in items if isinstance(item, LiveEvent)] == ["8"]
+        assert source.most == READS
+
+
+async def test_broker_that_stops_waits_for_the_end_of_its_reads() -> None:
+    source = Gated()
+    async with Broker(source) as broker, broker.subscribe(ACME, after="1") as stream:
+        taking = asyncio.create_task(stream.take())
+        await turns()
+        assert source.running == 1
+        await broker.__aexit__()
+        assert source.running == 0
+        assert await taking == []
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_stream_sends_comments_while_its_history_is_read() -> None:
+    source = Gated(event(1))
+    async with Broker(source) as broker, broker.subscribe(ACME, after="0") as stream:
+        for _ in range(3):
+            taking = asyncio.create_task(stream.take())
+            await turns()
+            broker.keepalive(stream)
+            assert await taking == [StreamComment("")], "the id would leave the event out"
+        assert len(source.reads) == 1, "the stream keeps its place"
+        source.open.set()
+        found = await anext(stream)
+        assert isinstance(found, LiveEvent)
 
 
 async def test_a_broken_read_fails_for_all_that_wait_for_it_and_is_tried_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("moored.broker._stream.RETRY", (0.01, 0.01))
+    monkeypatch.setattr("moored.broker._replays.RETRY", (0.01, 0.01))
 
     class Broken(Gated):
         async def read(self, *arguments: Any) -> list[SourceEvent]:

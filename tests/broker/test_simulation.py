@@ -19,8 +19,9 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.fixture(autouse=True)
-def _short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_pages_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_replays, "PAGE", 3)
+    monkeypatch.setattr(_replays, "READS", 1)
 
 
 def test_clients_get_every_event_of_their_tenant_once_or_a_reset() -> None:

@@ -128,7 +128,7 @@ class Node:
             await asyncio.sleep(self._sim.random(0, 0.2))
             for subscriber in list(self.broker._audience):
                 if self._sim.rng.random() < 0.5:
-                    self.broker._keepalive(subscriber)
+                    subscriber.keepalive(*self.broker._newest)
 
     async def stop(self) -> None:
         await self.broker.drain(over=self._sim.random(0, 1))

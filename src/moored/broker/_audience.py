@@ -37,6 +37,7 @@ class StreamBuffer:
         "_limits",
         "_skipped",
         "channels",
+        "comment_due",
         "end_reason",
         "floor",
         "high_water",
@@ -58,6 +59,8 @@ class StreamBuffer:
         #: The channels that it gets; None for all.
         self.channels = channels
         self.replaying = replaying
+        #: Whether the stream shall send a comment before the next page of the history.
+        self.comment_due = False
         #: Whether live events were forgotten while the history was read.
         self.overrun = False
         #: The position of the last event of the history: events up to it are not repeated.
@@ -112,7 +115,10 @@ class StreamBuffer:
         The client then resumes after `id`, so the id is left out if the client may have an event
         after it: one of the history that this broker has not reached yet.
         """
-        if not (self._items or self.replaying or self.end_reason):
+        if self.replaying:
+            self.comment_due = True
+            self._wake()
+        elif not (self._items or self.end_reason):
             known = self.floor is None or (position is not None and position >= self.floor)
             self._items.append(StreamComment(id if known else ""))
             self._notify()
@@ -177,7 +183,11 @@ class StreamBuffer:
         self._bytes = 0
 
     def _notify(self) -> None:
-        if (self.end_reason or not self.replaying) and (call := self.on_ready) is not None:
+        if self.end_reason or not self.replaying:
+            self._wake()
+
+    def _wake(self) -> None:
+        if (call := self.on_ready) is not None:
             self.on_ready = None
             call()
 

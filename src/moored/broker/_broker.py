@@ -75,6 +75,16 @@ class BrokerStatistics(NamedTuple):
     buffer_high_water: int
 
 
+class Newest(NamedTuple):
+    """Where a client resumes whose stream begins, or is reset, now.
+
+    The events of all tenants up to it were handed out.
+    """
+
+    id: str = ""
+    position: Any = None
+
+
 class Broker:
     """Hands the events of a source to the subscribers of each tenant.
 
@@ -137,18 +147,19 @@ class Broker:
         self._source = source
         if replay is None and source is not None and isinstance(source, ReplaySource):
             replay = source
-        self._history = RecentEvents(history, history * 16 * 1024) if replay is None else None
-        self._replay: ReplaySource = self._history if replay is None else replay  # type: ignore[assignment]
-        self._replays = Replays(self._replay, self._admit)
+        self._recent: RecentEvents | None = None
+        self._history: RecentEvents | Replays
+        if replay is None:
+            self._history = self._recent = RecentEvents(history, history * 16 * 1024)
+        else:
+            self._history = Replays(replay, self._admit)
         self._tenants = Tenants(tenant, canonical)
         self._limits = buffer, buffer_bytes, slow
         #: The most streams, of all tenants.
         self.max_streams = max_streams
         self._max_per_tenant = max_streams_per_tenant
         self._audience = Audience()
-        # The id after which a client resumes whose stream begins, or is reset, now.
-        # The events of all tenants up to it were handed out.
-        self._newest, self._position = "", None
+        self._newest = Newest()
         self._events = self._delivered = self._replayed = self._high_water = 0
         self._dropped: Counter[str] = Counter()
         self._resets: Counter[str] = Counter()
@@ -197,6 +208,8 @@ class Broker:
         for subscriber in list(self._audience):
             subscriber.end("drained")
         await self._supervisor.stop()
+        if isinstance(self._history, Replays):
+            await self._history.close()
 
     async def drain(self, over: float = 5.0) -> None:
         """Refuse new streams, and end the others one by one within `over` seconds.
@@ -208,7 +221,7 @@ class Broker:
         random.shuffle(left)
         at_once = math.ceil(len(left) / 100)
         for number, subscriber in enumerate(left):
-            self._keepalive(subscriber)  # an idle client resumes from the present
+            subscriber.keepalive(*self._newest)  # an idle client resumes from the present
             subscriber.end("drained")
             if number % at_once == 0:
                 await asyncio.sleep(over / 100)
@@ -250,7 +263,7 @@ class Broker:
             self._publish(found)
         except Exception:
             # The source goes on with the next event, and some subscribers do not have this one.
-            self._gap(SourceGap("the broker has failed", self._newest), kind="failure")
+            self._gap(SourceGap("the broker has failed", self._newest.id), kind="failure")
             raise
 
     def _publish(self, found: SourceEvent) -> None:
@@ -259,7 +272,7 @@ class Broker:
         event = self._admit(found)
         newest = event or found
         if newest.id:
-            self._newest, self._position = newest.id, newest.position
+            self._newest = Newest(newest.id, newest.position)
         if event is None:
             return
         ended = []
@@ -282,17 +295,17 @@ class Broker:
         except Untold as error:
             self._dropped[str(error)] += 1
             return None
-        if found.position is None and self._history is not None:
-            return self._history.add(found.channel, found.payload, tenant)
+        if found.position is None and self._recent is not None:
+            return self._recent.add(found.channel, found.payload, tenant)
         return LiveEvent(found.channel, found.payload, tenant, found.id, found.position)
 
     def _gap(self, gap: SourceGap, kind: str) -> None:
-        self._newest = gap.id if self._history is None else self._history.cut()
-        self._position = None
-        with suppress(HistoryLost, ValueError):  # without an id, or before the first event
-            self._position = self._replay.position(self._newest)
+        id, position = gap.id if self._recent is None else self._recent.cut(), None
+        with suppress(HistoryLost, ValueError):  # without an id
+            position = self._history.position(id)
+        self._newest = Newest(id, position)
         for subscriber in list(self._audience):
-            subscriber.reset(gap.reason, self._newest)
+            subscriber.reset(gap.reason, id)
             self._resets["gap"] += 1
         self._supervisor.recorder.record(self.name, f"gap: {gap.reason}", kind=kind)
 
@@ -340,7 +353,7 @@ class Broker:
         position, lost = None, ""
         if after:
             try:
-                position = self._replay.position(after)
+                position = self._history.position(after)
             except (HistoryLost, ValueError) as error:
                 lost = str(error)
         # Registered before the history is read: an event is in one of both, or in both.
@@ -348,10 +361,10 @@ class Broker:
         self._audience.add(subscriber)
         if lost:
             self._lost(subscriber, lost)
-        start = "" if after else self._newest
+        start = "" if after else self._newest.id
         return LiveStream(
             subscriber,
-            self._replays,
+            self._history,
             position,
             start,
             after or start,
@@ -361,21 +374,19 @@ class Broker:
 
     def keepalive(self, stream: LiveStream) -> None:
         """Let an idle stream send the id after which its client may resume now."""
-        self._keepalive(stream.subscriber)
-
-    def _keepalive(self, subscriber: StreamBuffer) -> None:
-        subscriber.keepalive(self._newest, self._position)
+        stream.subscriber.keepalive(*self._newest)
 
     def _count_replayed(self, events: int) -> None:
         self._replayed += events
 
     def _lost(self, subscriber: StreamBuffer, reason: str) -> None:
         self._resets["history"] += 1
-        subscriber.reset(reason, self._newest)
+        subscriber.reset(reason, self._newest.id)
 
     def close(self, stream: LiveStream) -> None:
         """Close a stream."""
         subscriber = stream.subscriber
+        stream.stop_reading()
         self._audience.remove(subscriber)
         subscriber.end("closed")
         self._high_water = max(self._high_water, subscriber.high_water)

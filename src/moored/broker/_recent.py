@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import deque
 from typing import Any
 
-from ._events import HistoryLost, LiveEvent, SourceEvent
+from ._events import HistoryLost, LiveEvent
+from ._replays import PAGE, Page
 
 __all__ = ["RecentEvents"]
 
 
 class RecentEvents:
-    """The last events of this process; an implementation of `ReplaySource`.
+    """The last events of this process; it is read at once, where `Replays` would queue a read.
 
     An id is valid in this process only: it begins with a random name of the process.
 
@@ -60,16 +62,21 @@ class RecentEvents:
             raise HistoryLost("the event id is not one of this process")
         return int(number)
 
-    async def read(
-        self, after: Any, tenant: str, channels: frozenset[str] | None, limit: int
-    ) -> list[SourceEvent]:
-        """Return events of the tenant after a position."""
+    def page(
+        self, after: Any, tenant: str, channels: frozenset[str] | None
+    ) -> asyncio.Future[Page]:
+        """Return a future of the tenant's events after a position, which is done."""
+        done: asyncio.Future[Page] = asyncio.get_running_loop().create_future()
         if after < self._before:
-            raise HistoryLost("the history does not reach back to the event id")
-        return [
-            SourceEvent(event.channel, event.payload, tenant, event.id, event.position)
+            done.set_exception(HistoryLost("the history does not reach back to the event id"))
+            done.exception()  # retrieved, also if the stream is closed now
+            return done
+        found = [
+            event
             for event in self._kept
             if event.position > after
             and event.tenant == tenant
             and (channels is None or event.channel in channels)
-        ][:limit]
+        ][:PAGE]
+        done.set_result(Page(found, found[-1].position if found else None))
+        return done

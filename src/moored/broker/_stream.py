@@ -6,23 +6,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from moored.kernel import Backoff, first_of
-
 from ._audience import Item, StreamBuffer
-from ._events import (
-    DEFECTS,
-    HistoryLost,
-    LiveEvent,
-    Skipped,
-    SlowSubscriber,
-    StreamComment,
-)
-from ._replays import Replays
+from ._events import HistoryLost, LiveEvent, Skipped, SlowSubscriber, StreamComment
+from ._recent import RecentEvents
+from ._replays import Page, Replays
 
 __all__ = ["LiveStream"]
-
-#: Seconds between two attempts to read the history.
-RETRY = 0.5, 5.0
 
 
 class LiveStream:
@@ -40,7 +29,7 @@ class LiveStream:
     def __init__(
         self,
         subscriber: StreamBuffer,
-        replays: Replays,
+        history: Replays | RecentEvents,
         after: Any,
         start: str,
         id: str,
@@ -51,11 +40,11 @@ class LiveStream:
         self.subscriber = subscriber
         self.start = start
         self.id = id
-        self._replays = replays
+        self._history = history
         self._on_replayed = on_replayed
         self._on_lost = on_lost
         self._after = after
-        self._retry = Backoff(*RETRY, jitter="half")
+        self._reading: asyncio.Future[Page] | None = None
         self._taken: list[Item] = []
 
     async def take(self) -> list[Item]:
@@ -66,49 +55,61 @@ class LiveStream:
                 if found := subscriber.take():
                     return found
             elif not subscriber.end_reason:
-                if page := await self._read():
-                    return page
+                if found := await self._read():
+                    return found
                 continue
             if subscriber.end_reason:
                 return []
             await self._wait()
 
-    async def _wait(self, timeout: float | None = None) -> None:
-        """Wait until there is something to take, or the stream has ended."""
+    async def _wait(self, reading: asyncio.Future[Page] | None = None) -> None:
+        """Wait until there is something to take, or the stream has ended, or a read has."""
         ready = asyncio.get_running_loop().create_future()
-        self.subscriber.on_ready = _waker(ready)
+        self.subscriber.on_ready = wake = _waker(ready)
+        if reading is not None:
+            reading.add_done_callback(wake)
         try:
-            if timeout is None:
-                await ready
-            else:
-                await asyncio.wait({ready}, timeout=timeout)
+            await ready
         finally:
             self.subscriber.on_ready = None
+            if reading is not None:
+                reading.remove_done_callback(wake)
 
     async def _read(self) -> list[Item]:
-        """Return the next events of the history; go live at its end."""
+        """Return the next events of the history; go live at its end.
+
+        A read may wait for its turn, or for a server that is down: it goes on while the stream
+        sends comments meanwhile.
+        """
         subscriber = self.subscriber
-        wanted = self._after, subscriber.tenant, subscriber.channels
-        reading = asyncio.ensure_future(self._replays.page(*wanted))
-        try:
-            # A read may wait for a server that is down, and longer than the client does.
-            await first_of(reading, self._wait())
-        except HistoryLost as error:
-            if subscriber.replaying:
-                self._on_lost(subscriber, str(error))
-            return []
-        except DEFECTS:
-            raise
-        except Exception:
-            # The server is down: the broker logs that, and the stream stays open.
-            await self._wait(self._retry.fail())
+        if self._reading is None:
+            wanted = self._after, subscriber.tenant, subscriber.channels
+            self._reading = self._history.page(*wanted)
+        reading = self._reading
+        if not reading.done():
+            await self._wait(reading)
+        if subscriber.end_reason or not subscriber.replaying:
+            self.stop_reading()  # a gap of the source has made the history useless
+        elif subscriber.comment_due:
+            subscriber.comment_due = False
             return [StreamComment()]
-        if reading.cancelled() or not subscriber.replaying:
-            return []  # the stream has ended, or a gap of the source has made the history useless
-        page = reading.result()
-        self._retry.succeed()
+        elif reading.done():
+            self._reading = None
+            try:
+                return self._received(reading.result())
+            except HistoryLost as error:
+                self._on_lost(subscriber, str(error))
+        return []
+
+    def stop_reading(self) -> None:
+        """Give up the read of the history that this stream waits for."""
+        if self._reading is not None:
+            self._reading.cancel()
+            self._reading = None
+
+    def _received(self, page: Page) -> list[Item]:
         if page.last is None:
-            subscriber.caught_up(self._after)
+            self.subscriber.caught_up(self._after)
             return []
         self._after = page.last
         found: list[Item] = [event for event in page.events if self._may_see(event)]
@@ -142,8 +143,8 @@ class LiveStream:
         return f"<LiveStream of {subscriber.tenant}: {state}, {len(subscriber)} buffered>"
 
 
-def _waker(ready: asyncio.Future[None]) -> Callable[[], None]:
-    def wake() -> None:
+def _waker(ready: asyncio.Future[None]) -> Callable[..., None]:
+    def wake(*_: object) -> None:
         if not ready.done():
             ready.set_result(None)
 
