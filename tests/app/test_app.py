@@ -627,6 +627,8 @@ def test_a_consumer_of_a_stream_that_the_app_does_not_open_is_refused(tmp_path: 
     pg = App("other", config=Config()).postgres("postgresql://localhost/x", state_dir=tmp_path)
     with pytest.raises(AppError, match=r"'search' follows a Postgres that is not a part of .*orde"):
         new().consumer(pg, "search")
+    with pytest.raises(AppError, match="not a part of the app orders"):
+        new().consumer(Outbox(pg), "search")
 
 
 @pytest.mark.parametrize(

@@ -117,12 +117,13 @@ async def test_an_outbox_that_cannot_be_installed_yet_is_opened_later(
     app, mail = App("orders", config=Config()), Mails()
     outbox = Outbox(url, install=True, wake="poll")
     app.consumer(outbox, "mail")(mail)
+    app.consumer(outbox, "text", on_poison="park")(mail)
     app.broker(outbox, canonical=str)
     async with (
         running_app(app, timeout=LIMIT),
         await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as conn,
     ):
-        for part in ("consumer-mail", "broker"):
+        for part in ("consumer-mail", "consumer-text", "broker"):
             again = re.compile(r"^  restarts [2-9]", re.MULTILINE)
             await until(lambda: again.search(app.explain(part)), f"{part} is retried", LIMIT)  # noqa: B023
             assert "permission denied for database" in app.explain(part)
@@ -150,3 +151,36 @@ async def test_an_app_starts_while_the_database_of_an_outbox_is_down() -> None:
             server.start()
             await app.ready(LIMIT)
             await until(lambda: {*health(app).values()} == {"active"}, "all parts work", LIMIT)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+async def test_a_consumer_whose_cursor_was_moved_is_active_again(
+    postgres_url: str, fails: bool
+) -> None:
+    app, calls = App("orders", config=Config()), []
+    db = app.pool(postgres_url, name="db", max_size=6)
+    outbox = Outbox(db, install=True, wake="poll")
+
+    @app.consumer(outbox, "mail", after=["db"])
+    async def mail(event: OutboxEvent | Reset) -> None:
+        assert isinstance(event, OutboxEvent)
+        calls.append(event.json())
+        if calls == [1]:  # the same consumer in another process
+            async with outbox.consume("mail", start="oldest") as other:
+                for _ in range(2):
+                    item = await anext(other)
+                    assert isinstance(item, OutboxEvent)
+                    await item.ack()
+            if fails:
+                raise ValueError("the mail server is down")
+
+    async with running_app(app, timeout=LIMIT), asyncio.timeout(LIMIT):
+        await until(lambda: health(app)["consumer-mail"] == "active", "it is ready", LIMIT)
+        async with db.connection() as conn:
+            await outbox.publish(conn, "mail", 1)
+            await outbox.publish(conn, "mail", 2)
+        await until(lambda: "restarts 1" in app.explain("consumer-mail"), "it was replaced", LIMIT)
+        await until(lambda: health(app)["consumer-mail"] == "active", "it is ready again", LIMIT)
+        async with db.connection() as conn:
+            await outbox.publish(conn, "mail", 3)
+        await until(lambda: calls == [1, 3], "it goes on", LIMIT)

@@ -122,7 +122,7 @@ async def test_no_more_items_are_parked_than_allowed(orders: Orders) -> None:
         await app.ready(LIMIT)
         await orders.insert(*range(1, 6))
         await until(lambda: search.calls.count(3) > 1)
-        await until(lambda: "2 items are parked" in app.explain(PART))
+        await until(lambda: "no more than 2 parked items" in app.explain(PART))
         assert "order 3 has no item" in app.explain(PART)
         search.poison = {1, 2}
         await until(lambda: search.handled == [3, 4, 5])
@@ -175,6 +175,19 @@ async def test_a_retry_that_fails_keeps_the_item_and_one_that_succeeds_removes_i
         await until(lambda: health(app) == "active")
         assert search.handled == [1]
         assert await list_parked(conn) == []
+
+
+async def test_a_retry_is_taken_while_the_consumer_fails_again_and_again(orders: Orders) -> None:
+    search = Search(1, 2)
+    app, _ = orders.app(search, on_poison="park", tries=1, max_parked=1)
+    async with app, await psycopg.AsyncConnection.connect(orders.url, autocommit=True) as conn:
+        await app.ready(LIMIT)
+        await orders.insert(1, 2)
+        await until(lambda: search.calls.count(2) > 2)
+        search.poison.remove(1)
+        (item,) = await list_parked(conn)
+        await retry_parked(conn, [item.id])
+        await until(lambda: search.handled == [1])
 
 
 async def test_a_consumer_of_an_outbox_parks_and_retries_events(

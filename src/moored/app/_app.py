@@ -10,7 +10,7 @@ from inspect import iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 
 from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of, refuse, unmet
-from moored.postgres import ConnectionState, Outbox
+from moored.postgres import Outbox
 from moored.service import (
     READY_STATES,
     Config,
@@ -298,7 +298,8 @@ class App:
 
         Items are the transactions of a Postgres or the events of an outbox; the function also gets
         each `Reset`. If it fails, it is called again with the same item, after a pause. A consumer
-        comes after its Postgres. It is ready when its tables are published, or its cursor is
+        comes after its Postgres, and runs in the replica that streams, also that of an outbox: the
+        others stand by. It is ready when its tables are published, or its cursor is
         stored: a part that comes after it finds each of its own changes delivered.
 
         :param source: a Postgres of this app or its outbox (`pg.outbox`), or an outbox of a pool.
@@ -328,8 +329,9 @@ class App:
                 ("max_parked", max_parked, max_parked >= 1, "at least 1"),
             ),
         )
-        streams = {pg: part for pg, part in self._streams.items() if source in (pg, pg.outbox)}
-        if not outbox and not streams:
+        of = source.postgres if isinstance(source, Outbox) else source
+        streams = [part for pg, part in self._streams.items() if pg is of]
+        if of is not None and not streams:
             raise AppError(
                 f"the consumer {consumer!r} follows a Postgres that is not a part of the app "
                 f"{self.name}: nothing would open it; add it with app.postgres(…)"
@@ -337,9 +339,8 @@ class App:
 
         def add(handle: H) -> H:
             entry = self._entry(name or f"consumer-{consumer}", required, after)
-            others = tuple(dict.fromkeys((*streams.values(), *entry.after)))
-            # Of an outbox, too, one replica at a time gets the events of a consumer.
-            entry = replace(entry, after=others, stands_by=lambda: any(map(_stands_by, streams)))
+            others = tuple(dict.fromkeys((*streams, *entry.after)))
+            entry = replace(entry, after=others)
             _check_async(entry.name, handle)
             consumed: Consumed
             if isinstance(source, Outbox):
@@ -495,10 +496,6 @@ def _check_url(name: str, url: object) -> None:
             connection_string(url)
     except ValueError as error:
         raise AppError(f"the URL of {name} is wrong: {error}") from None
-
-
-def _stands_by(pg: Postgres) -> bool:
-    return pg.status().conn is ConnectionState.WAITING_ON_LOCK
 
 
 def _check_async(name: str, function: Any) -> None:

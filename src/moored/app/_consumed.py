@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, aclosing
 from typing import Any, Protocol
 
 from moored.kernel import Child, counted, duration
@@ -26,9 +26,17 @@ class Consumed(Protocol):
     noun: str
     #: Why the consumer is not ready before `ready()` has returned.
     not_ready: str
+    #: The Postgres whose stream decides which replica gets the items; None if every one does.
+    stream: Postgres | None
+
+    async def opened(self) -> None:
+        """Wait until the source is open."""
 
     def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
         """Return the items that are not acknowledged yet."""
+
+    def passed(self, items: Any, item: Item | Reset) -> bool:
+        """Whether an item that has failed here does not come again: another process had it."""
 
     async def ready(self) -> None:
         """Wait until no item can be missed any more; called while it is attached."""
@@ -59,11 +67,18 @@ class TransactionsOfStream:
 
     def __init__(self, pg: Postgres, consumer: str, tables: Iterable[str]) -> None:
         self._pg = pg
+        self.stream: Postgres | None = pg
         self._consumer = consumer
         self._tables = [tables] if isinstance(tables, str) else list(tables)
 
+    async def opened(self) -> None:
+        pass  # the consumer comes after it
+
     def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
         return aclosing(self._pg.changes(self._consumer, tables=self._tables))
+
+    def passed(self, items: Any, item: Item | Reset) -> bool:
+        return False
 
     async def ready(self) -> None:
         if self._tables:
@@ -106,19 +121,19 @@ class EventsOfOutbox:
     ) -> None:
         self._outbox = outbox
         self._shared = shared
+        self.stream = outbox.postgres
         self._consumer = consumer
         self._channels = [channels] if isinstance(channels, str) else list(channels)
         self._tenant = tenant
 
-    def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
-        return self._attached()
-
-    @asynccontextmanager
-    async def _attached(self) -> AsyncIterator[AsyncIterator[Item | Reset]]:
+    async def opened(self) -> None:
         await self._shared.wait()
-        consumer, channels, tenant = self._consumer, self._channels, self._tenant
-        async with self._outbox.consume(consumer, channels=channels, tenant=tenant) as events:
-            yield events
+
+    def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
+        return self._outbox.consume(self._consumer, channels=self._channels, tenant=self._tenant)
+
+    def passed(self, items: Any, item: Item | Reset) -> bool:
+        return isinstance(item, OutboxEvent) and items.position >= item.id
 
     async def ready(self) -> None:
         pass  # its cursor is stored

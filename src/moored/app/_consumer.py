@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from moored.kernel import Child, MooredError, counted, describe, first_of
 from moored.kernel.prometheus import counter, gauge
-from moored.postgres import Reset
+from moored.postgres import ConnectionState, Reset
 from moored.service import Part, Wiring
 
 from ._component import ComponentContext, component_part
@@ -47,8 +47,8 @@ class _Consumer(Collector):
         self._parked = on_poison and ParkedItems(name, source.parking(), on_poison)
         self._handled = self._resets = self._failures = 0
         self._last: str | None = None
-        #: Whether the function has an item: if it has failed, it gets the same item again.
-        self._in_hand = False
+        #: The item that the function has; if it has failed, it gets the same item again.
+        self._in_hand: Item | Reset | None = None
         #: Why it is not ready; empty if it is.
         self._why = source.not_ready
         self._reported: Judgement | None = None
@@ -61,60 +61,92 @@ class _Consumer(Collector):
         self._reported = None
         self._report(ctx)  # first, because the items may be here already
         try:
-            if self._parked is not None:
-                await self._parked.load()
-            async with self._source.attach() as items:
-                running = [self._consume(ctx, items), self._look(ctx)]
-                if not self._in_hand:
-                    running.append(self._become_ready(ctx))
-                await first_of(*running)
+            await self._source.opened()
+            while True:
+                await self._stand_by(ctx)
+                await first_of(self._run(ctx), self._stream_lost())
+                if not self._standby_of:
+                    return  # the source has ended
         except Exception as error:
             self._why = describe(error)
             raise
 
+    # -- one of several replicas ---------------------------------------------------------------
+
+    @property
+    def _standby_of(self) -> str:
+        """The instance that gets the items in place of this one; empty if there is none."""
+        return "" if self._source.stream is None else self._source.stream.standby_of
+
+    async def _stand_by(self, ctx: ComponentContext) -> None:
+        """Wait while another instance has the stream."""
+        if (stream := self._source.stream) is None or not self._standby_of:
+            return
+        self._report(ctx)
+        # What has failed here, the other one gets.
+        self._in_hand, self._why = None, self._source.not_ready
+        standby = ConnectionState.WAITING_ON_LOCK
+        await stream.monitor.wait_until(lambda now: now.conn is not standby or bool(stream.fatal))
+        self._report(ctx)
+
+    async def _stream_lost(self) -> None:
+        """Wait until another instance has the stream."""
+        if (stream := self._source.stream) is None:
+            await asyncio.Event().wait()
+        else:
+            await stream.monitor.wait_until(lambda _: bool(self._standby_of))
+
+    # -- items ---------------------------------------------------------------------------------
+
+    async def _run(self, ctx: ComponentContext) -> None:
+        if self._parked is not None:
+            await self._parked.load()
+            await self._retry(self._parked)  # also while the next item fails at each start
+        async with self._source.attach() as items:
+            if self._in_hand is not None and self._source.passed(items, self._in_hand):
+                self._in_hand = None
+            running = [self._consume(ctx, items), self._look(ctx)]
+            if self._in_hand is None:
+                running.append(self._become_ready(ctx))
+            await first_of(*running)
+
     async def _consume(self, ctx: ComponentContext, items: AsyncIterator[Item | Reset]) -> None:
-        failed = self._in_hand
         async for item in items:
-            self._in_hand = True
+            again, self._in_hand = self._in_hand is not None, item
+            handled = await self._handle_or_park(item)
+            self._in_hand = None
             if isinstance(item, Reset):
-                await self._call(item)
                 self._resets += 1
-            elif await self._handle_or_park(item):
-                await item.ack()
-                self._handled += 1
-                ctx.healthy()
             else:
                 await item.ack()
-            if not isinstance(item, Reset):
                 self._last = self._source.position(item)
-            self._in_hand = False
-            if failed:
-                failed, self._why = False, ""
+                if handled:
+                    self._handled += 1
+                    ctx.healthy()
+            if again:
+                self._why = ""
             self._report(ctx)
 
-    async def _handle_or_park(self, item: Item) -> bool:
+    async def _handle_or_park(self, item: Item | Reset) -> bool:
         """Return True if the function has handled the item, and False if the item is parked."""
-        parked = self._parked
-        if parked is None:
-            await self._call(item)
-            return True
-        if item in parked:
+        parked = None if isinstance(item, Reset) else self._parked
+        if parked is not None and item in parked:
             return False
         try:
-            await self._call(item)
+            async with self._turn:
+                await self._call(item)
         except Exception as error:
-            if not await parked.park(item, error):
+            if parked is None or not await parked.park(item, error):
                 raise
             return False
         return True
 
     async def _call(self, item: Any) -> None:
-        async with self._turn:
-            try:
-                await self._handle(item)
-            except Exception:
-                self._failures += 1
-                raise
+        try:
+            await self._handle(item)
+        except Exception:
+            self._failures += 1
+            raise
 
     async def _become_ready(self, ctx: ComponentContext) -> None:
         await self._source.ready()
@@ -126,15 +158,22 @@ class _Consumer(Collector):
     async def _look(self, ctx: ComponentContext) -> None:
         while True:
             await asyncio.sleep(LOOK)
-            if self._parked is not None and self._parked.items:
+            if self._parked is not None:
                 await self._retry(self._parked)
             self._report(ctx)
 
     async def _retry(self, parked: ParkedItems) -> None:
+        """Give the function the parked items whose retry an operator has asked for."""
         try:
-            await parked.retry(self._call)
+            while parked.items:
+                # Taken in the function's turn, so that its failure with another item cancels none.
+                async with self._turn:
+                    if not await parked.retry(self._call):
+                        return
         except (psycopg.Error, OSError, MooredError) as error:
             log.info("%s reads its parked items later: %s", self._name, describe(error))
+
+    # -- shown ---------------------------------------------------------------------------------
 
     def _report(self, ctx: ComponentContext) -> None:
         if (now := self._judge()) != self._reported:
@@ -142,6 +181,8 @@ class _Consumer(Collector):
             ctx.health(*now)
 
     def _judge(self) -> Judgement:
+        if holder := self._standby_of:
+            return "waiting", f"standby of {holder}: another instance has the change stream"
         if self._why:
             return "starting", self._why
         if self._source.delayed:

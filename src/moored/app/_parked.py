@@ -57,9 +57,7 @@ class ParkedItems:
             return False
         try:
             if len(self.items) >= self._when.most:
-                raise ServiceError(
-                    f"{counted(len(self.items), 'item')} are parked, as many as max_parked allows"
-                )
+                raise ServiceError(f"max_parked allows no more than {len(self.items)} parked items")
             await self._parking.park(item, error, tries=times)
         except Exception as failure:
             why = f"{describe(error)}; the {item!r} was not parked: {describe(failure)}"
@@ -71,23 +69,21 @@ class ParkedItems:
         await self._read()
         return True
 
-    async def retry(self, handle: Callable[[Any], Awaitable[None]]) -> None:
-        """Handle the items whose retry an operator has asked for."""
-        while (claimed := await self._parking.claim()) is not None:
+    async def retry(self, handle: Callable[[Any], Awaitable[None]]) -> bool:
+        """Handle the next item whose retry an operator has asked for; return False without one."""
+        claimed = await self._parking.claim()
+        if claimed is not None:
             number, item = claimed
             try:
                 if isinstance(item, Exception):
                     raise item
                 await handle(item)
             except Exception as error:
-                log.warning(
-                    "%s failed again with the parked item %d: %s",
-                    self._name,
-                    number,
-                    describe(error),
-                )
+                why = describe(error)
+                log.warning("%s failed again with the parked item %d: %s", self._name, number, why)
                 await self._parking.failed(number, error)
             else:
                 log.info("%s has handled the parked item %d", self._name, number)
                 await self._parking.remove(number)
         await self._read()
+        return claimed is not None

@@ -48,8 +48,6 @@ class PartEntry:
     required: bool = True
     #: The parts that must be ready before this one starts.
     after: tuple[str, ...] = ()
-    #: Whether it works in another replica now, and stands by in this one.
-    stands_by: Callable[[], bool] = lambda: False
 
     @property
     def condition(self) -> str:
@@ -76,12 +74,6 @@ class PartEntry:
             if ctx.generation == 1:  # later, the last failure says more
                 wiring.health(self.name, "starting", why)
             await wiring.until(self.after, READY_STATES)
-            # Not by their health: a standby whose listener is down is degraded.
-            while self.stands_by():
-                why = f"standby, as {', '.join(self.after)}: another instance has the change stream"
-                wiring.health(self.name, "waiting", why)
-                await asyncio.sleep(LOOK)
-                await wiring.until(self.after, READY_STATES)
 
     async def opened(
         self, opening: Awaitable[object], ctx: Context, wiring: Wiring, *, early: bool = False

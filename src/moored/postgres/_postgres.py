@@ -21,7 +21,7 @@ from .consume import Changes, SchemaChanged, mistakes, stored
 from .listen import Listener
 from .manage import Restarter, Role, Stack
 from .outbox import Outbox, OutboxPool
-from .report import CONDITIONS, Health, StackEvent, Status, explain, report, with_health
+from .report import CONDITIONS, Health, StackEvent, Status, explain, report, who, with_health
 from .snapshot import Copies, CopyPosition, Follow, Snapshot
 
 __all__ = ["Postgres", "StackEvent"]
@@ -489,6 +489,12 @@ class Postgres:
         impaired = deaf or silent or self._hub.pressure.stalled
         works = found in (Health.ACTIVE, Health.WAITING)
         return Health.DEGRADED if works and impaired else found
+
+    @property
+    def standby_of(self) -> str:
+        """The backend that has the lock of the stream, while this instance waits for it."""
+        holder = self._restarter.manager.standby_of if self.is_open else None
+        return "" if holder is None else who(holder._asdict())
 
     @property
     def silent_for(self) -> float:

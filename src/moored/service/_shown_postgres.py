@@ -12,6 +12,7 @@ from moored.postgres import Health, Postgres
 from moored.postgres.listen.prometheus import ListenerCollector
 from moored.postgres.outbox.prometheus import OutboxCollector
 from moored.postgres.prometheus import PostgresCollector
+from moored.postgres.report import reasons
 
 from ._errors import ServiceError
 from ._part import Wiring
@@ -84,22 +85,21 @@ class ShownPostgres:
             return pg.fatal or "the connection manager is closed"
         if health is Health.SLEEPING:
             return "all connections were closed after a time without use"
+        now = pg.statistics()
         if health is Health.ACTIVE:
-            server = pg.statistics()["server"]
+            server = now["server"]
             version = server["version"] if server is not None else "of unknown version"
             return f"PostgreSQL {version} at {place_of(pg.settings.database_url)}"
         if health is Health.WAITING:
-            of = pg.explain().partition("\n")[0].removeprefix("waiting: ")
+            of = f"standby of {pg.standby_of}"
             return f"{of}; connections and outbox work here, changes are streamed there"
-        if (outage := pg.statistics()["outage"]) is not None:
+        if (outage := now["outage"]) is not None:
             return str(outage["last"])
-        listener = pg.statistics()["listener"]
+        listener = now["listener"]
         if health is Health.DEGRADED and listener is not None and not listener["up"]:
             why = listener["failure"]
             return f"the listener is down: {why}" if why else "the listener is not connected yet"
-        because = "  because  "
-        lines = (line for line in pg.explain().splitlines() if line.startswith(because))
-        return next(lines, "").removeprefix(because)
+        return next(iter(reasons(now)), "")
 
     def _report_lock_holder(self, pg: Postgres) -> None:
         """Print a notice, once for each other holder of the lock, and when it is taken over."""

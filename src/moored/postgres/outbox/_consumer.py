@@ -272,6 +272,11 @@ class OutboxConsumer:
                 replaced = error
         raise replaced
 
+    @property
+    def position(self) -> int:
+        """The `id` of the last event that is acknowledged, as far as it is known; 0 if unknown."""
+        return 0 if self._read is None else self._acked.id
+
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self._open)} unacknowledged"
         return f"<OutboxConsumer {self.name!r}: {state}>"

@@ -1,7 +1,7 @@
 """Health, phases, events and outages, as data and as text."""
 
 from ._events import StackEvent, StackEvents
-from ._explain import explain, explained, lock_words
+from ._explain import explain, explained, lock_words, reasons, who
 from ._health import CONDITIONS, ConnectionState, Health, Persistent, Status, status_of, with_health
 from ._outages import Outages
 from ._phases import CHART, CLIENT, LOCKING, POOL, RUNNING, STREAM, WORDS
@@ -26,7 +26,9 @@ __all__ = [
     "explain",
     "explained",
     "lock_words",
+    "reasons",
     "report",
     "status_of",
+    "who",
     "with_health",
 ]

@@ -19,7 +19,7 @@ from moored.kernel import counted, duration
 from ._health import Health
 from ._phases import CLIENT, LOCKING, POOL, RUNNING, STREAM, WORDS
 
-__all__ = ["EXPLAINED", "explain", "explained", "lock_words"]
+__all__ = ["EXPLAINED", "explain", "explained", "lock_words", "reasons", "who"]
 
 Report = Mapping[str, Any]
 
@@ -35,9 +35,14 @@ def explain(now: Report) -> str:
     """Return a report as the text of `moored explain`."""
     holder = now["lock"]["holder"]
     doing = f"{WORDS[now['step']]} for {duration(now['for'])}"
-    head = f"{now['health']}: {doing if holder is None else f'standby of {_who(holder)}'}"
+    head = f"{now['health']}: {doing if holder is None else f'standby of {who(holder)}'}"
     words = _words(now)
     return explained(head, words.because, words.so, _outage_before(now))
+
+
+def reasons(now: Report) -> list[str]:
+    """Return why the state of a report is as it is."""
+    return _words(now).because
 
 
 def explained(head: str, because: Sequence[str], so: str, before: Sequence[str] = ()) -> str:
@@ -51,12 +56,13 @@ def lock_words(holder: Mapping[str, Any], slot: str) -> tuple[str, str]:
     """Return who holds the lock, and what that means."""
     doing = "its slot is streaming" if holder["streaming"] else "its slot is not active"
     return (
-        f"the lock of {slot} is held by {_who(holder)}",
+        f"the lock of {slot} is held by {who(holder)}",
         f"another instance is active: {doing}",
     )
 
 
-def _who(holder: Mapping[str, Any]) -> str:
+def who(holder: Mapping[str, Any]) -> str:
+    """Return the holder of a lock: "backend 4711 (application …)"."""
     what = f'application "{holder["application"]}", {_origin(holder)}'
     return f"backend {holder['pid']} ({what}, for {duration(holder['age'])})"
 

@@ -1,0 +1,125 @@
+"""Of several replicas of an app, the one that has the stream runs the consumers."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from tests.reservoir.harness import until
+
+from moored.app import App
+from moored.postgres import Outbox, OutboxEvent, Reset
+from moored.postgres.parking import list_parked, retry_parked
+from moored.service import Config
+
+LIMIT = 60.0
+
+
+class Replica:
+    """An app that consumes an outbox of its Postgres."""
+
+    def __init__(self, url: str, state: Path) -> None:
+        self.app = App("orders", config=Config())
+        self.pg = self.app.postgres(url, state_dir=state, stream_id="replicas", pool_size=2)
+        self.outbox = Outbox(self.pg, schema="events", install=True)
+        self.poison: set[int] = set()
+        self.calls: list[int] = []
+        self.handled: list[int] = []
+        self.resume = asyncio.Event()
+        self.resume.set()
+        options: dict[str, Any] = {"on_poison": "park", "tries": 1}
+        self.app.consumer(self.outbox, "mail", **options)(self.mail)
+
+    async def mail(self, event: OutboxEvent | Reset) -> None:
+        if isinstance(event, OutboxEvent):
+            self.calls.append(event.json())
+            await self.resume.wait()
+            if event.json() in self.poison:
+                raise ValueError(f"mail {event.json()} has no address")
+            self.handled.append(event.json())
+
+    @property
+    def health(self) -> str:
+        return self.app._running().view.parts()["consumer-mail"]
+
+    async def is_now(self, health: str) -> None:
+        await until(
+            lambda: self.health == health, f"{health}: {self.app.explain('consumer-mail')}", LIMIT
+        )
+
+    async def publish(self, *numbers: int) -> None:
+        async with self.pg.connection() as conn:
+            for number in numbers:
+                await self.outbox.publish(conn, "mail", number)
+
+
+async def retry_all(url: str) -> None:
+    """Ask for a retry of every parked item."""
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        await retry_parked(conn, [each.id for each in await list_parked(conn)])
+
+
+@pytest.fixture
+def replicas(postgres_url: str, tmp_path: Path) -> tuple[Replica, Replica]:
+    return Replica(postgres_url, tmp_path / "first"), Replica(postgres_url, tmp_path / "second")
+
+
+async def test_an_outbox_of_a_postgres_is_consumed_by_the_replica_that_streams(
+    replicas: tuple[Replica, Replica], postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its parked items are retried there, and when it stops, the other one goes on."""
+    monkeypatch.setattr("moored.app._consumer.LOOK", 0.02)
+    first, second = replicas
+    first.poison.add(2)
+    async with AsyncExitStack() as outer, AsyncExitStack() as inner:
+        await inner.enter_async_context(first.app)
+        await first.is_now("active")
+        await outer.enter_async_context(second.app)
+        await second.is_now("waiting")
+        assert "standby of backend" in second.app.explain("consumer-mail")
+        await first.publish(1, 2, 3)
+        await until(lambda: first.handled == [1, 3], "both are handled", LIMIT)
+        await first.is_now("degraded")
+        first.poison.clear()
+        await retry_all(postgres_url)
+        await until(lambda: first.handled == [1, 3, 2], "the parked one is handled", LIMIT)
+        await inner.aclose()
+        await second.is_now("active")
+        await second.publish(4)
+        await until(lambda: second.handled == [4], "the other one goes on", LIMIT)
+
+
+async def test_a_replica_that_has_lost_the_stream_consumes_no_more(
+    replicas: tuple[Replica, Replica], postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored.app._consumer.LOOK", 0.02)
+    first, second = replicas
+    first.poison = second.poison = {1, 2}
+    async with first.app, second.app:
+        await until(lambda: "waiting" in (first.health, second.health), "one stands by", LIMIT)
+        if first.health == "waiting":
+            first, second = second, first
+        await first.is_now("active")
+        await first.publish(1, 2)
+        await first.is_now("degraded")  # it has parked them
+        first.resume.clear()
+        await first.publish(3)
+        await until(lambda: first.calls == [1, 2, 3], "it has the third", LIMIT)
+        async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as conn:
+            await conn.execute(
+                "select pg_terminate_backend(pid) from pg_locks "
+                "where locktype = 'advisory' and granted"
+            )
+        await until(lambda: second.handled == [3], "the other one has it, too", LIMIT)
+        await first.is_now("waiting")
+        assert "standby of backend" in first.app.explain("consumer-mail")
+        first.resume.set()
+        second.poison.clear()
+        await retry_all(postgres_url)
+        await until(lambda: second.handled == [3, 1, 2], "the parked ones are handled", LIMIT)
+        assert first.calls == [1, 2, 3]
+        assert first.handled == []
