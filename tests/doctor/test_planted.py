@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import psycopg
@@ -81,6 +82,31 @@ async def test_the_publisher_that_holds_delivery_back_is_named(world: World) -> 
     who = f"of backend {culprit.info.backend_pid} in database 'shop' (application \"importer\")"
     assert who in finding.problem
     assert finding.problem.endswith(": select moored.outbox_publish(…, …)")
+
+
+async def test_a_publisher_that_commits_soon_holds_nothing_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it was given a lower id than the last event is not known at first."""
+    monkeypatch.setattr(_check, "HELD", 1.0)
+    early = "insert into moored.outbox (channel, payload, at) values ('a', 'b', now() - interval "
+    world.own(ddl(), early + "'1 hour')")
+    publisher = world.own("begin", "select pg_sleep(1)", PUBLISH)
+    examining = asyncio.ensure_future(examine(world.url))
+    looked = (
+        "select from pg_stat_activity where application_name = 'moored doctor' "
+        "and query like '%pg_prepared_xacts p on a.pid is null%'"
+    )
+    while world.admin.execute(looked).fetchone() is None and not examining.done():  # noqa: ASYNC110
+        await asyncio.sleep(0.005)
+    publisher.execute("commit")
+    assert "outbox_delivery" not in checks(await examining)
+
+
+async def test_a_table_that_is_called_like_one_of_an_outbox_is_left_alone(world: World) -> None:
+    for schema in ("theirs", '"Their tables"'):
+        world.own(f"create schema {schema}", f"create table {schema}.outbox_state (version int)")
+    assert "outbox_delivery" not in checks(await examine(world.url))
 
 
 def test_every_check_has_a_planted_problem() -> None:
