@@ -1,16 +1,21 @@
-"""A real HTTP server for the broker, and a client that reads server-sent events."""
+"""A real HTTP server for the broker, and clients that read server-sent events, or do not."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
+from starlette.applications import Starlette
+from starlette.routing import Mount
+
+from moored.broker import ApiKeys, Broker, BrokerApp, MemorySource
 
 ACME = "11111111-1111-1111-1111-111111111111"
 OTHER = "22222222-2222-2222-2222-222222222222"
@@ -100,3 +105,70 @@ async def reading(url: str, key: str | None = "acme-key", **options: Any) -> Asy
     ):
         assert response.status_code == 200, await response.aread()
         yield Reading(response)
+
+
+class Stage:
+    """A broker with a source in memory, served over HTTP."""
+
+    def __init__(self, source: MemorySource, broker: Broker, url: str) -> None:
+        self.source = source
+        self.broker = broker
+        self.url = url
+
+    def publish(self, number: int, tenant: str = ACME, channel: str = "orders") -> None:
+        self.source.publish(channel, json.dumps({"org_id": tenant, "number": number}))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():  # noqa: ASYNC110 - another task changes it
+                await asyncio.sleep(0.01)
+
+    async def subscribers(self, number: int) -> None:
+        """Wait until so many streams are open."""
+        await self.until(lambda: self.broker.statistics().subscribers == number)
+
+    async def get(self, path: str, **headers: str) -> httpx.Response:
+        names = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with httpx.AsyncClient(verify=False) as client:
+            return await client.get(self.url + path, headers=names)
+
+
+@asynccontextmanager
+async def stage(
+    authenticate: Any = None,
+    *,
+    prefix: str = "",
+    wrapped: bool = False,
+    app: dict[str, Any] | None = None,
+    **options: Any,
+) -> AsyncIterator[Stage]:
+    source = MemorySource()
+    async with Broker(source, channels=["orders", "refunds"], **options) as broker:
+        asgi: Any = BrokerApp(broker, authenticate or ApiKeys(KEYS), **(app or {}))
+        if prefix:
+            asgi = Starlette(routes=[Mount(prefix, asgi)])
+        if wrapped:
+            asgi = with_own_receive(asgi)
+        async with served(asgi) as url:
+            yield Stage(source, broker, url + prefix)
+
+
+def with_own_receive(app: Any) -> Any:
+    """Wrap an app as a middleware does that reads the requests."""
+
+    async def wrapping(scope: Any, receive: Any, send: Any) -> None:
+        await app(scope, lambda: receive(), send)
+
+    return wrapping
+
+
+def frozen(url: str, key: str = "acme-key") -> socket.socket:
+    """Open a stream whose client never reads."""
+    at = urlsplit(url)
+    line = socket.socket()
+    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    line.connect((at.hostname, at.port))
+    line.sendall(
+        f"GET /v1/subscribe HTTP/1.1\r\nHost: {at.netloc}\r\nX-API-Key: {key}\r\n\r\n".encode()
+    )
+    return line

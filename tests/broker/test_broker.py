@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 from collections.abc import AsyncGenerator
 from typing import Any
 
@@ -26,7 +24,6 @@ from moored.broker import (
     SourceGap,
     StreamReset,
     TooManyStreams,
-    drain_on_signals,
 )
 from moored.broker.prometheus import BrokerCollector
 from moored.testing import Sim
@@ -285,23 +282,6 @@ async def test_broker_that_is_off_or_stopped_refuses_streams() -> None:
         assert [item async for item in stream] == []
         with pytest.raises(BrokerOff, match="stopping"):
             broker.open(ACME)
-
-
-async def test_signal_drains_the_broker_and_reaches_the_handler_of_the_server() -> None:
-    signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    try:
-        broker = Broker(MemorySource(), channels=["orders"])
-        async with broker, broker.subscribe(ACME) as stream, asyncio.timeout(30):
-            with drain_on_signals(broker, over=0):
-                os.kill(os.getpid(), signal.SIGTERM)
-                assert [item async for item in stream] == []
-            assert signals == [signal.SIGTERM]
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(0)
-            assert len(signals) == 2, "the handler of the server is installed again"
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class Failing:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
 import socket
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -17,9 +15,7 @@ import httpx
 import jwt
 import pytest
 import websockets
-from starlette.applications import Starlette
-from starlette.routing import Mount
-from tests.broker.serving import ACME, KEYS, OTHER, reading, served
+from tests.broker.serving import ACME, KEYS, OTHER, Stage, frozen, reading, served, stage
 
 from moored.broker import (
     ApiKeys,
@@ -36,61 +32,6 @@ from moored.testing import mutant
 pytestmark = pytest.mark.every_loop
 
 SECRET = "a secret of at least thirty-two bytes"
-
-
-class Stage:
-    """A broker with a source in memory, served over HTTP."""
-
-    def __init__(self, source: MemorySource, broker: Broker, url: str) -> None:
-        self.source = source
-        self.broker = broker
-        self.url = url
-
-    def publish(self, number: int, tenant: str = ACME, channel: str = "orders") -> None:
-        self.source.publish(channel, json.dumps({"org_id": tenant, "number": number}))
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(20):
-            while not condition():  # noqa: ASYNC110 - another task changes it
-                await asyncio.sleep(0.01)
-
-    async def subscribers(self, number: int) -> None:
-        """Wait until so many streams are open."""
-        await self.until(lambda: self.broker.statistics().subscribers == number)
-
-    async def get(self, path: str, **headers: str) -> httpx.Response:
-        names = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with httpx.AsyncClient(verify=False) as client:
-            return await client.get(self.url + path, headers=names)
-
-
-@asynccontextmanager
-async def stage(
-    authenticate: Any = None,
-    *,
-    prefix: str = "",
-    wrapped: bool = False,
-    app: dict[str, Any] | None = None,
-    **options: Any,
-) -> AsyncIterator[Stage]:
-    source = MemorySource()
-    async with Broker(source, channels=["orders", "refunds"], **options) as broker:
-        asgi: Any = BrokerApp(broker, authenticate or ApiKeys(KEYS), **(app or {}))
-        if prefix:
-            asgi = Starlette(routes=[Mount(prefix, asgi)])
-        if wrapped:
-            asgi = with_own_receive(asgi)
-        async with served(asgi) as url:
-            yield Stage(source, broker, url + prefix)
-
-
-def with_own_receive(app: Any) -> Any:
-    """Wrap an app as a middleware does that reads the requests."""
-
-    async def wrapping(scope: Any, receive: Any, send: Any) -> None:
-        await app(scope, lambda: receive(), send)
-
-    return wrapping
 
 
 async def test_event_arrives_with_its_id_and_channel_and_only_at_its_tenant() -> None:
@@ -460,18 +401,6 @@ async def test_client_that_hangs_up_is_removed() -> None:
         await on.subscribers(0)
 
 
-def frozen(url: str, key: str = "acme-key") -> socket.socket:
-    """Open a stream whose client never reads."""
-    at = urlsplit(url)
-    line = socket.socket()
-    line.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    line.connect((at.hostname, at.port))
-    line.sendall(
-        f"GET /v1/subscribe HTTP/1.1\r\nHost: {at.netloc}\r\nX-API-Key: {key}\r\n\r\n".encode()
-    )
-    return line
-
-
 async def test_frozen_client_is_disconnected_and_delays_nobody() -> None:
     async with stage() as on:
         with frozen(on.url):
@@ -512,34 +441,6 @@ def read_until_cut(line: socket.socket) -> None:
     with suppress(ConnectionError):
         while line.recv(1 << 20):
             pass
-
-
-async def test_at_a_signal_the_end_of_a_stream_that_is_not_read_is_cut() -> None:
-    """The response is complete, and uvicorn would wait until the client has read it."""
-    source = MemorySource()
-    async with Broker(source, channels=["orders"]) as broker:
-        asgi, transports = BrokerApp(broker, ApiKeys(KEYS)), list[Any]()
-
-        async def observed(scope: Any, receive: Any, send: Any) -> None:
-            transports.append(receive.__self__.transport)
-            await asgi(scope, receive, send)
-
-        before = signal.signal(signal.SIGTERM, lambda *_: None)
-        try:
-            async with served(observed) as url, asyncio.timeout(60):
-                with frozen(url):
-                    while not transports or not transports[0].get_write_buffer_size():
-                        payload = {"org_id": ACME, "text": "x" * 10_000}
-                        source.publish("orders", json.dumps(payload))
-                        await asyncio.sleep(0.01)
-                    os.kill(os.getpid(), signal.SIGTERM)
-                    while broker.statistics().subscribers:  # noqa: ASYNC110 - no event for it
-                        await asyncio.sleep(0.01)
-                    transports[0].close()  # as uvicorn does when it shuts down
-                    while transports[0].get_write_buffer_size():  # noqa: ASYNC110 - nor for this
-                        await asyncio.sleep(0.01)
-        finally:
-            signal.signal(signal.SIGTERM, before)
 
 
 async def test_drain_ends_all_streams_and_refuses_new_ones() -> None:

@@ -50,6 +50,8 @@ log = logging.getLogger("moored.broker")
 READY = 3.0
 #: Tenants in the status: there may be thousands.
 SHOWN_TENANTS = 5
+#: Seconds after a drain at a signal. A program that still runs then has not ended because of it.
+STOPPED = 10.0
 #: The names of events that are not channels.
 RESERVED = ("expired", "keepalive", "reset", "skipped", "start")
 
@@ -170,6 +172,8 @@ class Broker:
         self.last_error = ""
         #: Whether the broker refuses new streams, and ends the open ones.
         self.draining = False
+        #: Whether it does so because the program has got a signal to end.
+        self.stopping = False
         feed = Child("source", self._run, backoff=Backoff(0.5, 5.0, jitter="half"))
         self._supervisor = Supervisor(
             name,
@@ -225,6 +229,19 @@ class Broker:
             subscriber.end("drained")
             if number % at_once == 0:
                 await asyncio.sleep(over / 100)
+
+    async def drain_at_signal(self, over: float) -> None:
+        """Drain at a signal that ends most programs; if this one goes on, accept new streams again.
+
+        An interactive interpreter, for example, goes on after Ctrl-C.
+        """
+        if not self.draining:
+            asyncio.get_running_loop().call_later(over + STOPPED, self._go_on)
+        self.stopping = True
+        await self.drain(over)
+
+    def _go_on(self) -> None:
+        self.draining = self.stopping = False
 
     # -- the source ----------------------------------------------------------------------------
 

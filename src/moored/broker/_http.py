@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import random
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from importlib.resources import files
 from typing import Any
 from urllib.parse import parse_qs
@@ -32,6 +33,8 @@ from ._identity import Authenticator, Identity, Tickets
 from ._stream import LiveStream
 
 __all__ = ["BrokerApp"]
+
+log = logging.getLogger("moored.broker")
 
 Scope = Mapping[str, Any]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -85,9 +88,9 @@ class _HttpStream:
 
     def abort(self) -> None:
         """Give up a client that does not read: cut its connection, or else cancel the response."""
-        if (self.stalled or not self.client.cut()) and self._task is not None:
+        again, self.stalled = self.stalled, True
+        if (again or not self.client.cut()) and self._task is not None:
             self._task.cancel()
-        self.stalled = True
 
     def forgive(self) -> None:
         """Undo the cancellations of the task, whose stream has ended."""
@@ -100,7 +103,8 @@ class BrokerApp:
     """An ASGI app for the streams of a broker; it can be mounted in Starlette and FastAPI.
 
     While streams are open, SIGTERM and SIGINT drain the broker, because servers wait for open
-    responses; the handlers of the server are called as well.
+    responses; the handlers of the server are called as well. A program that goes on accepts new
+    streams again after ten seconds.
 
     :param authenticate: returns the identity for a token, which is sent as `Authorization: Bearer`
         or as `X-API-Key`.
@@ -139,8 +143,7 @@ class BrokerApp:
         self._connections: dict[_HttpStream, None] = {}
         # The loop on which the next check of all streams is scheduled.
         self._checked_by: asyncio.AbstractEventLoop | None = None
-        self._stopping = False
-        self._at_signals = SignalCall(self._stop)
+        self._at_signals = SignalCall(partial(broker.drain_at_signal, DRAIN))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -308,7 +311,9 @@ class BrokerApp:
             connection.forgive()
         finally:
             self._connections.pop(connection, None)
-            if self._stopping:
+            if not self._connections:
+                self._at_signals.deactivate()
+            if self.broker.stopping:
                 loop.call_later(STALLED, client.cut_if_closing)
             self.broker.close(stream)
             watching.cancel()
@@ -318,26 +323,25 @@ class BrokerApp:
     def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
         """Check all streams now and then: a timer for each would cost more than its events."""
         now = loop.time()
-        patience = min(STALLED, self._send_timeout) if self.broker.draining else self._send_timeout
         for connection in list(self._connections):
-            subscriber = connection.stream.subscriber
-            since = connection.writing_since
-            if connection.expires is not None and now >= connection.expires:
-                subscriber.end("expired")
-            if since is not None and now - since > patience:
-                connection.abort()
-            elif since is None and now - connection.last_sent >= self._keepalive:
-                self.broker.keepalive(connection.stream)
+            try:
+                self._check(connection, now)
+            except Exception:  # the next check of this stream, and those of the others, come
+                log.exception("%s: a stream could not be checked", self.broker.name)
         if self._connections:
             loop.call_later(TICK, self._tick, loop)
         else:
             self._checked_by = None
-            self._at_signals.deactivate()
 
-    async def _stop(self) -> None:
-        """End the streams at a signal: the server waits for them before it stops the app."""
-        self._stopping = True
-        await self.broker.drain(DRAIN)
+    def _check(self, connection: _HttpStream, now: float) -> None:
+        patience = min(STALLED, self._send_timeout) if self.broker.draining else self._send_timeout
+        since = connection.writing_since
+        if connection.expires is not None and now >= connection.expires:
+            connection.stream.subscriber.end("expired")
+        if since is not None and now - since > patience:
+            connection.abort()
+        elif since is None and now - connection.last_sent >= self._keepalive:
+            self.broker.keepalive(connection.stream)
 
     # -- who may do that -----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ def drain_on_signals(broker: Broker, over: float = 5.0) -> AbstractContextManage
 
     `BrokerApp` does that by itself. Use it in the lifespan of an application whose own endpoints
     use `broker.subscribe()`: web servers wait for their responses, and end the lifespan afterwards.
-    The handlers of the server are called as well.
+    The handlers of the server are called as well. A program that goes on accepts new streams again
+    after ten seconds.
     """
-    return call_on_signals(lambda: broker.drain(over))
+    return call_on_signals(lambda: broker.drain_at_signal(over))
