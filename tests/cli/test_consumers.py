@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import secrets
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from moored.cli import main
 
@@ -92,6 +94,41 @@ def test_what_cannot_be_done_is_one_line(
     capsys.readouterr()
     assert main(["consumers", *arguments]) == 2
     assert error in capsys.readouterr().err
+
+
+def test_a_role_without_rights_is_told_the_command_that_grants_them(
+    items: list[int], database_url: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    role = f"clerk_{secrets.token_hex(4)}"
+    commands = (
+        ["list"],
+        ["retry", str(items[0]), "--timeout", "0"],
+        ["drop", str(items[0])],
+        ["install"],
+    )
+
+    def refused() -> list[bool]:
+        monkeypatch.setenv("DATABASE_URL", make_conninfo(database_url, user=role, password="x"))
+        capsys.readouterr()
+        found = []
+        for each in commands:
+            code, error = main(["consumers", *each]), capsys.readouterr().err
+            assert error.count("\n") == (code != 0)
+            found.append(f"run `moored consumers install --grant {role}` as an owner" in error)
+        monkeypatch.setenv("DATABASE_URL", database_url)
+        return found
+
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute(f"create role {role} login password 'x'".encode())
+        try:
+            assert refused() == [True] * 4
+            conn.execute(f"grant usage on schema moored to {role}".encode())
+            conn.execute(f"grant select on moored.parked to {role}".encode())
+            assert refused() == [False, True, True, True]
+            assert main(["consumers", "install", "--grant", role]) == 0
+            assert refused() == [False, False, False, True]
+        finally:
+            conn.execute(f"drop owned by {role}; drop role {role}".encode())
 
 
 def test_sql_prints_what_install_runs(database_url: str, capsys: Output) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from moored.postgres import (
     Transaction,
 )
 from moored.postgres.parking import list_parked, parking_ddl, parking_grants, retry_parked
+from moored.reservoir import AsyncConnectionPool
 
 from .conftest import MakePostgres, Sql
 
@@ -178,14 +181,18 @@ async def test_a_parked_event_is_the_same_and_its_acknowledgement_has_no_effect(
         assert await parking.items() == []
 
 
+@pytest.mark.parametrize("source", [str, AsyncConnectionPool], ids=["url", "pool"])
 async def test_a_role_without_rights_is_told_the_command_that_grants_them(
-    streamed_url: str, sql: Sql
+    source: Callable[[str], Any], streamed_url: str, sql: Sql
 ) -> None:
     role = f"clerk_{streamed_url.rpartition('/')[2]}"
     await sql.execute(f"create role {role} login password 'clerk'".encode())
     url = streamed_url.replace("//postgres:", f"//{role}:").replace(":initdb-once@", ":clerk@")
     try:
-        async with Outbox(url, retain=None) as outbox:
+        async with AsyncExitStack() as stack:
+            if isinstance(used := source(url), AsyncConnectionPool):
+                await stack.enter_async_context(used)
+            outbox = await stack.enter_async_context(Outbox(used, retain=None))
             parking = Parking.of(outbox, "mailer")
             wanted = f"run `moored consumers install --grant {role}` as an owner"
             with pytest.raises(ConfigurationError, match=wanted):
@@ -196,6 +203,9 @@ async def test_a_role_without_rights_is_told_the_command_that_grants_them(
             await sql.execute(parking_grants(role).encode())
             await parking.prepare()
             assert await parking.items() == []
+            await sql.execute(f"revoke all on moored.parked from {role}".encode())
+            with pytest.raises(ConfigurationError, match=wanted):
+                await parking.items()
     finally:
         await sql.execute(b"drop schema if exists moored cascade")
         await sql.execute(f"drop owned by {role}; drop role {role}".encode())

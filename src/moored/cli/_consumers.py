@@ -21,6 +21,7 @@ from moored.postgres.parking import (
     list_parked,
     parking_ddl,
     parking_grants,
+    parking_refused,
     retry_parked,
 )
 
@@ -226,7 +227,10 @@ def _run(url: str, work: Callable[[psycopg.AsyncConnection[Any]], Awaitable[T]])
         async with await psycopg.AsyncConnection.connect(
             url, autocommit=True, prepare_threshold=None, connect_timeout=CONNECT_TIMEOUT
         ) as conn:
-            return await work(conn)
+            try:
+                return await work(conn)
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise await parking_refused(conn, describe(error)) from error
 
     try:
         return asyncio.run(run())

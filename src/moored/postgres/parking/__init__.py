@@ -14,6 +14,7 @@ from ._parking import (
     list_parked,
     parking_ddl,
     parking_grants,
+    parking_refused,
     retry_parked,
 )
 
@@ -24,5 +25,6 @@ __all__ = [
     "list_parked",
     "parking_ddl",
     "parking_grants",
+    "parking_refused",
     "retry_parked",
 ]

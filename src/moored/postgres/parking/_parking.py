@@ -29,6 +29,7 @@ __all__ = [
     "list_parked",
     "parking_ddl",
     "parking_grants",
+    "parking_refused",
     "retry_parked",
 ]
 
@@ -156,21 +157,12 @@ class Parking(Generic[T]):
         It must have succeeded before the first item is parked.
         """
         async with self._connection() as conn:
-            try:
-                if not await _value(conn, _EXISTS):
-                    async with conn.transaction():
-                        await conn.execute(_LOCK)
-                        await conn.execute(_DDL)
-                if await _value(conn, _ALLOWED):
-                    return
-                why = "a right on it is missing"
-            except psycopg.errors.InsufficientPrivilege as error:
-                why = describe(error)
-            role = await _value(conn, "select current_user")
-        raise ConfigurationError(
-            f"the role {role} cannot park items in the table moored.parked ({why}): run `moored "
-            f"consumers install --grant {role}` as an owner of the database"
-        )
+            if not await _value(conn, _EXISTS):
+                async with conn.transaction():
+                    await conn.execute(_LOCK)
+                    await conn.execute(_DDL)
+            if not await _value(conn, _ALLOWED):
+                raise await parking_refused(conn, "a right on it is missing")
 
     async def items(self) -> list[ParkedItem]:
         """Return the parked items, the oldest first."""
@@ -226,7 +218,10 @@ class Parking(Generic[T]):
     async def _connection(self) -> AsyncIterator[psycopg.AsyncConnection[Any]]:
         try:
             async with self._connections.connection() as conn:
-                yield conn
+                try:
+                    yield conn
+                except psycopg.errors.InsufficientPrivilege as error:
+                    raise await parking_refused(conn, describe(error)) from error
         except psycopg.Error as error:
             raise_if_cancelled(error)
             raise
@@ -248,6 +243,16 @@ async def retry_parked(conn: psycopg.AsyncConnection[Any], ids: Sequence[int]) -
 async def drop_parked(conn: psycopg.AsyncConnection[Any], ids: Sequence[int]) -> None:
     """Delete these items."""
     await conn.execute(_DROP, (list(ids),))
+
+
+async def parking_refused(conn: psycopg.AsyncConnection[Any], why: str) -> ConfigurationError:
+    """Return the error for a role without rights on the table; roll its transaction back."""
+    await conn.rollback()
+    role = await _value(conn, "select current_user")
+    return ConfigurationError(
+        f"the role {role} has no right to use the table of parked items, moored.parked ({why}): "
+        f"run `moored consumers install --grant {role}` as an owner of the database"
+    )
 
 
 def parking_ddl() -> str:
