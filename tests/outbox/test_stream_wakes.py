@@ -44,7 +44,7 @@ async def hears(outbox: Outbox, *sources: str) -> None:
     outbox._check_open()  # its first use starts it
 
     async def up() -> bool:
-        return all(wakes._hears(wakes._sources[each]) for each in sources)
+        return all(wakes.hears(each) for each in sources)
 
     await until(up)
 
@@ -107,7 +107,7 @@ async def test_a_listener_alone_is_not_trusted_while_publishers_use_the_stream(
         await woken(outbox, sql, 1)
         await outbox.install(wake="notify")
         await outbox.status()
-        assert outbox.wakes.certain is listener
+        assert outbox._certain() == "listener"
 
 
 async def test_consumers_of_changes_see_nothing_of_wake_ups(

@@ -165,14 +165,13 @@ class Outbox:
         self.table = table
         channel = _ddl.wake_channel(self.schema) if table else message_prefix(self.schema)
         self._ring = None if table else StreamRing(cast(Any, source), channel, ring)
-        self._listener = listener or getattr(source, "listener", None)
+        listener = listener or getattr(source, "listener", None)
         sources: dict[str, WakeSource] = {}
         if streams:
             sources["stream"] = self._ring or StreamWakes(cast(Any, source))
-        if table and self._listener is not None:
-            sources["listener"] = self._listener
-        self.wakes = Wakes(sources, channel)
-        self.wakes.certain = self._ring
+        if table and listener is not None:
+            sources["listener"] = listener
+        self.wakes = Wakes(sources, channel, self._certain)
         self._clock = clock
         self._recorder = recorder
         #: The `Postgres` whose outbox it is; None for one of a pool or a URL.
@@ -446,8 +445,13 @@ class Outbox:
     async def status(self) -> OutboxStatus:
         """Query the size, the age, what holds delivery back, and how far consumers are behind."""
         self.last_status = found = await read_status(self._reader, show_queries=self._show_queries)
-        self.wakes.certain = self._listener if found.wake == "notify" else None
         return found
+
+    def _certain(self) -> str | None:
+        """Return the name of the source of wake-ups that misses no event while it is up."""
+        if self._ring is not None:
+            return "stream"
+        return "listener" if self.last_status and self.last_status.wake == "notify" else None
 
     def statistics(self) -> dict[str, Any]:
         """Return the state as plain data, as of the last query of it."""

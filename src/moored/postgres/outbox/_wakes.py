@@ -6,7 +6,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, Protocol
@@ -45,14 +45,21 @@ class Wakes:
     """Wakes all consumers of an outbox, at each notification and at each poll.
 
     :param sources: where wake-ups come from, by name: "stream", "listener".
+    :param certain: returns the name of the source that never misses an event while it is up; None
+        if there is none, or if it is unknown.
     """
 
-    def __init__(self, sources: Mapping[str, WakeSource], channel: str) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, WakeSource],
+        channel: str,
+        certain: Callable[[], str | None],
+    ) -> None:
         self._sources = sources
         self._channel = channel
-        self._subscribed: set[WakeSource] = set()
-        #: The source that never misses an event while it is up; None if there is none, or unknown.
-        self.certain: WakeSource | None = None
+        self._certain = certain
+        # The names of those that are subscribed to.
+        self._subscribed: set[str] = set()
         self._next = asyncio.Event()
         self._last = 0.0
         # The last transactions that the stream has announced, without their epochs, and when each
@@ -64,15 +71,16 @@ class Wakes:
     @property
     def up(self) -> bool:
         """Whether notifications arrive; otherwise consumers read every second."""
-        return any(map(self._hears, self._sources.values()))
+        return any(map(self.hears, self._sources))
 
     def children(self) -> list[Child]:
         """Return what wakes the consumers, as children of a supervisor."""
         listening = [Child(name, partial(self.listen, name)) for name in self._sources]
         return [Child("poll", self.poll), *listening]
 
-    def _hears(self, source: WakeSource | None) -> bool:
-        return source in self._subscribed and source is not None and source.up
+    def hears(self, name: str | None) -> bool:
+        """Whether the notifications of a source arrive."""
+        return name is not None and name in self._subscribed and self._sources[name].up
 
     def next(self) -> asyncio.Event:
         """Return an event that is set at the next wake-up; take it before a read, not after."""
@@ -121,13 +129,13 @@ class Wakes:
         while True:
             try:
                 async with source.subscribe(self._channel) as events:
-                    self._subscribed.add(source)
+                    self._subscribed.add(name)
                     level = logging.WARNING
                     # A notification before the subscription is lost.
                     self.wake()
                     async for item in events:
                         if forwarded := _transactions(item):
-                            if self._hears(self._sources.get("stream")):
+                            if self.hears("stream"):
                                 continue  # it was sent by this process
                             for xid in forwarded:
                                 self._announce(xid)
@@ -140,7 +148,7 @@ class Wakes:
                 log.log(level, text, describe(error))
                 level = logging.DEBUG
             finally:
-                self._subscribed.discard(source)
+                self._subscribed.discard(name)
             await asyncio.sleep(POLL_DOWN)
 
     async def poll(self, ctx: Context) -> None:
@@ -148,7 +156,7 @@ class Wakes:
         ctx.started()
         while True:
             await asyncio.sleep(POLL_DOWN)
-            every = POLL if self._hears(self.certain) else POLL_DOWN
+            every = POLL if self.hears(self._certain()) else POLL_DOWN
             if Clock.current().monotonic() - self._last >= every:
                 self.wake()
 
