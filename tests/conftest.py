@@ -5,13 +5,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import signal
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 
 import pytest
 import uvloop
 from hypothesis import HealthCheck, settings
+from hypothesis.internal import charmap
+from hypothesis.internal.intervalsets import IntervalSet
 from tests.initdb_once import initdb_once, pytest_configure, pytest_unconfigure
 from tests.servers import Databases
 from tests.workers import pytest_addoption, pytest_runtestloop
@@ -42,6 +46,12 @@ settings.register_profile(
     max_examples=scaled(100, least=15),
 )
 settings.load_profile("moored")
+
+
+# In a new checkout Hypothesis would try for 4 s which of all code points UTF-8 can encode.
+_codec = charmap.intervals_from_codec
+_utf_8 = IntervalSet([(0, 0xD7FF), (0xE000, sys.maxunicode)]), IntervalSet([])
+charmap.intervals_from_codec = cache(lambda name: _utf_8 if name == "utf-8" else _codec(name))
 
 
 # Garbage collections take a quarter of the time of importing and collecting the tests.

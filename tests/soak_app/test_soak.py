@@ -9,6 +9,7 @@ import re
 import signal
 import statistics
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -33,8 +34,8 @@ from moored.testing.demo import DemoServer
 
 #: Seconds within which the service recovers on a busy machine.
 LIMIT = 120.0
-#: Seconds of load; the memory is judged in the second half of a run that is long enough.
-LOAD = scaled(600, least=60)
+#: Seconds of load, and faults meanwhile; the memory is judged in the second half of a long run.
+LOAD, FAULTS = scaled(600, least=15), scaled(20, least=4)
 LONG = 300
 MAX_GROWTH = 1.0  # MB per minute
 SUBSCRIBERS, SESSIONS, WRITERS = scaled(500, least=10), scaled(200, least=10), scaled(20, least=2)
@@ -177,24 +178,25 @@ async def soak(
     service: SoakedService, subscribers: list[Subscriber], chance: random.Random
 ) -> list[tuple[float, float]]:
     """Break something every now and then while the load runs; return times and the memory in MB."""
-    faults = [
-        service.end_connections,
-        service.restart_postgres,
-        service.restart_grpc,
-        service.cut_sessions,
-    ]
+    faults = deque(
+        [
+            service.end_connections,
+            service.restart_postgres,
+            service.restart_grpc,
+            service.cut_sessions,
+        ]
+    )
     process, memory = psutil.Process(service.program.process.pid), list[tuple[float, float]]()
     service.start_load(LOAD)
-    ends = time.monotonic() + LOAD
-    next_fault, turn = time.monotonic() + 1.0, 0
-    while (now := time.monotonic()) < ends:
+    # One in the first half of each part of the load: in the other half everything recovers.
+    part, began = LOAD / FAULTS, time.monotonic()
+    due = deque(began + part * (turn + chance.uniform(0, 0.5)) for turn in range(FAULTS))
+    while (now := time.monotonic()) < began + LOAD or due:
         memory.append((now, process.memory_info().rss / 1e6))
-        if now > next_fault:
-            await faults[turn % len(faults)]()
-            turn += 1
-            # With a pause in which everything recovers: on average 8 faults in a minute of load,
-            # and 20 in ten.
-            next_fault = time.monotonic() + chance.uniform(5.0, 5.0 + LOAD / 12)
+        if due and now > due[0]:
+            due.popleft()
+            await faults[0]()
+            faults.rotate(-1)
         for subscriber in chance.sample(subscribers, max(1, len(subscribers) // 25)):
             if subscriber.after:
                 await subscriber.leave()
