@@ -1,7 +1,8 @@
 """A whole service: pool, change stream, listener, live events, gRPC and a component, in FastAPI.
 
-Run it: `DATABASE_URL=postgresql://… PRICES=host:port uvicorn orders_service:api`. The page is at
-http://127.0.0.1:8000/moored/, live events for the token "key-of-acme" at /moored/v1/subscribe.
+Run it: `MOORED_ADMIN_TOKEN=… DATABASE_URL=postgresql://… PRICES=host:port uvicorn
+orders_service:api`. The page is at http://127.0.0.1:8000/moored/?token=…, live events for the token
+"key-of-acme" at /moored/v1/subscribe.
 """
 
 from __future__ import annotations

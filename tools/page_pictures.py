@@ -24,7 +24,7 @@ MAX_BYTES = 300_000
 
 @contextmanager
 def running_demo() -> Iterator[str]:
-    """Run the demo; yield its URL."""
+    """Run the demo; yield the link to its page."""
     command = [sys.executable, "-m", "moored.cli", "serve", "--demo", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -73,7 +73,10 @@ class OrdersService:
         self.base = f"http://127.0.0.1:{free_port()}"
         self.log = folder / "log"
         self._environment = clean_environment(
-            DATABASE_URL=url, STATE_DIR=str(folder), PRICES=f"127.0.0.1:{prices.port}"
+            DATABASE_URL=url,
+            STATE_DIR=str(folder),
+            PRICES=f"127.0.0.1:{prices.port}",
+            MOORED_NO_TOKEN="1",
         )
         self.process: subprocess.Popen[bytes] | None = None
 

@@ -84,7 +84,7 @@ async def served(api: Any) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.mark.every_loop
 @pytest.mark.parametrize("framework", [with_fastapi, with_starlette, with_litestar, with_django])
 async def test_a_framework_starts_serves_and_stops_it(framework: Callable[[App], Any]) -> None:
-    app, seen = App("orders", config=Config()), list[str]()
+    app, seen = App("orders", config=Config(no_token=True)), list[str]()
 
     @app.component
     async def importer(ctx: ComponentContext) -> None:

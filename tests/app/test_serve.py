@@ -50,7 +50,7 @@ def served(directory: Path, *arguments: str) -> Iterator[IO[str]]:
 
 def address(output: IO[str]) -> str:
     """Return the address that it prints, once it is ready."""
-    found = output.readline().split()[1]
+    found = output.readline().split()[1].partition("/?")[0]
     while "ready after" not in (line := output.readline()):
         assert line, "it has ended"
     return found

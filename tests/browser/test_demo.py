@@ -63,7 +63,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
 def shown(demo: Running, chromium: Browser) -> Iterator[Page]:
     """The page of the demo, which must not complain."""
     with chromium.page() as page:
-        page.open(demo.url)
+        page.open(demo.link)
         page.until("document.querySelector('#status')?.textContent === 'active'")
         yield page
         assert page.complaints == []
@@ -128,7 +128,8 @@ def test_every_button_breaks_something_that_recovers(
     buttons = "[...document.querySelectorAll('[data-fault]')].map(row => row.dataset.fault)"
     assert shown.evaluate(buttons) == list(FAULTS)
     # A session that a user has stopped is not missing.
-    assert httpx.delete(f"{demo.url}/v1/sessions/chat/account-20", trust_env=False).is_success
+    session = f"{demo.url}/v1/sessions/chat/account-20"
+    assert httpx.delete(session, headers=demo.bearer, trust_env=False).is_success
     # Every status is recorded as it is shown, so that a short one is not missed.
     status = "document.querySelector('#status')"
     shown.evaluate(
@@ -183,8 +184,12 @@ def test_the_routes_of_the_buttons_refuse_other_sites(demo: Running) -> None:
     route = f"{demo.url}/v1/break/expire-pool"
 
     def press(url: str = route, **headers: str) -> int:
-        return httpx.post(url, headers=headers, timeout=LIMIT, trust_env=False).status_code
+        given = {**demo.bearer, **headers}
+        return httpx.post(url, headers=given, timeout=LIMIT, trust_env=False).status_code
 
+    assert press(Authorization="none") == 401
+    assert press(origin=demo.url.replace("http", "https")) == 403
+    assert press(origin="http://127.0.0.1:1") == 403
     assert press(origin="https://elsewhere.example") == 403
     assert press(origin="null") == 403
     assert press(host="elsewhere.example") == 421

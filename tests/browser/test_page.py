@@ -30,7 +30,7 @@ def service(postgres: SyncEmbeddedPostgres) -> Iterator[Running]:
 def shown(service: Running, chromium: Browser) -> Iterator[Page]:
     """The page of the service, which must not complain."""
     with chromium.page() as page:
-        page.open(service.url)
+        page.open(service.link)
         page.until(f"{STATUS} === 'active'")
         yield page
         assert page.complaints == []
@@ -121,7 +121,7 @@ def test_the_page_is_quick_with_many_sessions(page: Page) -> None:
         service.wait_for("all sessions are online")
         # The first sign-in of all sessions is no incident.
         assert service.get("/v1/status").json()["outages"] == []
-        page.open(service.url)
+        page.open(service.link)
         card = "document.querySelector('[data-part=chat]').innerText"
         page.until(f"{card}.includes('{SESSIONS} online, of {SESSIONS}')")
         # The sessions are counted, and not listed one by one.

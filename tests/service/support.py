@@ -45,7 +45,14 @@ def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> Non
 
 _numbers = itertools.count(1)
 _states = Path(tempfile.mkdtemp(prefix="moored-test-"))
-atexit.register(shutil.rmtree, _states, ignore_errors=True)
+# For the tokens that services make for themselves, instead of this user's directory.
+os.environ["XDG_STATE_HOME"] = str(_states)
+
+
+@atexit.register
+def _remove_states(owner: int = os.getpid()) -> None:
+    if os.getpid() == owner:  # and not a worker that has ended before the others
+        shutil.rmtree(_states, ignore_errors=True)
 
 
 def own_stream() -> dict[str, str]:
@@ -115,14 +122,26 @@ class Running:
         return match
 
     @property
-    def url(self) -> str:
-        """The URL of the service, from its output."""
+    def link(self) -> str:
+        """The link to the page, from its output; with a token, unless one is configured."""
         return self.wait_for(r"(http://\S+)")[1]
 
+    @property
+    def url(self) -> str:
+        """The URL of the service."""
+        return self.link.partition("/?")[0]
+
+    @property
+    def bearer(self) -> dict[str, str]:
+        """The header with the token of the link, if it has one."""
+        _, _, token = self.link.partition("/?token=")
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
     def get(self, path: str, **options: Any) -> httpx.Response:
-        """Send a GET request."""
+        """Send a GET request, with the token of the link."""
         # Without `verify=False`, each request would read the authorities for 50 ms.
         options = {"timeout": LIMIT, "trust_env": False, "verify": False, **options}
+        options["headers"] = {**self.bearer, **options.get("headers", {})}
         return httpx.get(self.url + path, **options)
 
     def health(self) -> tuple[int, str]:

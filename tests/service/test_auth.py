@@ -54,22 +54,26 @@ def test_the_session_cookie_is_found_among_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "name"),
+    ("header", "name", "port"),
     [
-        ("localhost:8089", "localhost"),
-        ("LOCALHOST", "localhost"),
-        ("127.0.0.1:1", "127.0.0.1"),
-        ("[::1]:8089", "::1"),
-        ("[::1].evil.com", "[::1].evil.com"),
-        ("[::1]x:80", "[::1]x:80"),
-        ("localhost:80.evil.com", "localhost:80.evil.com"),
-        ("[::1]", "::1"),
-        ("evil.example:8089", "evil.example"),
-        (None, ""),
+        ("localhost:8089", "localhost", 8089),
+        ("LOCALHOST", "localhost", None),
+        ("localhost:", "localhost", None),
+        ("127.0.0.1:1", "127.0.0.1", 1),
+        ("[::1]:8089", "::1", 8089),
+        ("[::1].evil.com", "[::1].evil.com", None),
+        ("[::1]x:80", "[::1]x:80", None),
+        ("localhost:80.evil.com", "localhost:80.evil.com", None),
+        ("localhost:" + "9" * 5000, "localhost:" + "9" * 5000, None),
+        ("[::1]", "::1", None),
+        ("evil.example:8089", "evil.example", 8089),
+        (None, "", None),
     ],
 )
-def test_the_name_is_read_from_the_host_header(header: str | None, name: str) -> None:
-    assert _auth.name_in_host(header) == name
+def test_name_and_port_are_read_from_the_host_header(
+    header: str | None, name: str, port: int | None
+) -> None:
+    assert _auth.address_in(header) == (name, port)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,23 @@ def test_a_loopback_address_needs_no_token(host: str) -> None:
     assert load({"host": host}, {}).is_local
 
 
+@pytest.mark.parametrize(
+    ("value", "meant"),
+    [(True, True), ("1", True), ("Yes", True), ("false", False), ("0", False), (False, False)],
+)
+def test_a_flag_is_a_bool_or_a_word_for_one(value: object, meant: bool) -> None:
+    assert load({"no_token": value}, {}).no_token is meant
+
+
+def test_tokens_that_contradict_each_other_are_refused() -> None:
+    (found,) = mistakes({"no_token": True}, {"MOORED_READ_TOKEN": "reader"})
+    assert found.startswith("--no-token: a token is set too: leave out one of them")
+    (found,) = mistakes(environ={"MOORED_READ_TOKEN": "same", "MOORED_ADMIN_TOKEN": "same"})
+    assert found.startswith("MOORED_READ_TOKEN: it is the admin token, which may do everything")
+    (found,) = mistakes(environ={"MOORED_NO_TOKEN": "maybe"})
+    assert found.startswith("MOORED_NO_TOKEN: 'maybe' is neither true nor false: write one of 1,")
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.7", "db.example", "localhost.org"])
 def test_an_address_that_is_not_loopback_needs_a_token(host: str) -> None:
     (found,) = mistakes({"host": host})

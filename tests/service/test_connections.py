@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from tests.service.test_service import LIMIT, House, Lamp, house
 from websockets.asyncio.client import connect
 
-from moored.service import Config, Part, _app, _connections
+from moored.service import Config, Part, _connections, _login
 
 pytestmark = pytest.mark.every_loop
 
@@ -182,7 +182,7 @@ async def test_a_login_cut_off_by_the_client_is_not_logged_as_an_error(
 
 
 async def test_a_login_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_app, "FORM_TIMEOUT", 0.1)
+    monkeypatch.setattr(_login, "FORM_TIMEOUT", 0.1)
     async with (
         house(Config(port=0, admin_token="correct-horse")) as it,
         line(it, FORM) as (reader, _),

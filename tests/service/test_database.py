@@ -90,7 +90,7 @@ async def service(
         database_wait=wait,
         stream_id=stream or own_stream()["MOORED_STREAM_ID"],
         pool_size=2,
-        **{"state_dir": tmp_path, **more},
+        **{"state_dir": tmp_path, "no_token": not more.get("admin_token"), **more},
     )
     said: list[str] = []
     with ExitStack() as stack:

@@ -71,7 +71,14 @@ def test_the_password_of_the_database_is_exposed_nowhere(tmp_path: Path) -> None
 
 def _all_answers(service: Running) -> dict[str, str]:
     """Return the responses of all routes."""
-    with httpx.Client(base_url=service.url, timeout=LIMIT, trust_env=False, verify=False) as client:
+    with httpx.Client(
+        base_url=service.url,
+        timeout=LIMIT,
+        trust_env=False,
+        verify=False,
+        follow_redirects=True,
+    ) as client:
+        assert client.get(service.link).is_success  # a session, as a browser has it
         components = client.get("/v1/explain/nothing").json()["known"]
         assert "moored/postgres" in components
         paths = ("/", "/v1/status", "/metrics")

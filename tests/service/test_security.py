@@ -27,14 +27,15 @@ TOKEN = "a-token-of-twenty-characters"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 SHOP = "https://shop.example"
 EVIL = "https://evil.example"
-#: Served without the admin token. The broker asks for the tokens of its tenants.
-OPEN = {"/v1/health", *BROKER_PATHS}
+#: Served without a token: logout only deletes the cookie of its sender, and the broker asks for
+#: the tokens of its tenants.
+OPEN = {"/v1/health", "/logout", *BROKER_PATHS}
 
 
 @asynccontextmanager
 async def running(**settings: Any) -> AsyncIterator[App]:
     """Run an app that has every kind of route."""
-    app = App("shop", config=Config(**settings))
+    app = App("shop", config=Config(**(settings or {"no_token": True})))
     app.sessions(storage="memory:")
     keys = ApiKeys({"key": "11111111-1111-1111-1111-111111111111"})
     app.broker(MemorySource(), channels=["orders"], authenticate=keys, origins=[SHOP])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -27,9 +28,13 @@ from tests.service.support import (
 )
 from tests.soaking import some_of
 
+from moored.cli import main
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Child, Context
-from moored.service import Config, Part, _service, serve
+from moored.service import Config, Part, _service, serve, stored_token
+
+#: Where services that the tests start store their tokens.
+TOKENS = Path(os.environ["XDG_STATE_HOME"]) / "moored" / "tokens"
 
 
 @pytest.mark.parametrize(
@@ -65,7 +70,8 @@ def test_an_open_stream_does_not_delay_the_stop(postgres_url: str) -> None:
     with running("--database-url", postgres_url) as service:
         service.wait_active()
         url = f"{service.url}/v1/events"
-        with httpx.stream("GET", url, timeout=60, trust_env=False, verify=False) as stream:
+        options: Any = {"timeout": 60, "trust_env": False, "verify": False}
+        with httpx.stream("GET", url, headers=service.bearer, **options) as stream:
             lines = stream.iter_lines()
             assert next(lines) == "retry: 1000"
             service.process.send_signal(signal.SIGTERM)
@@ -338,8 +344,55 @@ def test_every_line_is_json_with_log_format_json(postgres_url: str) -> None:
     assert {line["level"] for line in lines} == {"info"}
 
 
-def test_the_start_warns_that_every_local_user_has_access(service: Running) -> None:
-    assert "open to every user of this machine" in service.lines[0]
+def test_the_token_of_the_start_is_for_this_user_and_ends_with_the_service(
+    postgres_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+    for arguments in ([], ["--log-format", "json"]):
+        with running("--database-url", postgres_url, *arguments) as service:
+            service.wait_for("ready after")
+            port = service.url.rpartition(":")[2]
+            stored = stored_token(int(port))
+            assert stored is not None
+            assert main(["status", "--url", service.url]) == 0
+            (path,) = [each for each in TOKENS.iterdir() if each.name == port]
+            assert (path.stat().st_mode & 0o777, TOKENS.stat().st_mode & 0o777) == (0o600, 0o700)
+            assert service.stop() == 0
+        seen.append(stored)
+        assert not path.exists()
+        told = [line for line in service.lines if stored in line]
+        if arguments:
+            assert told == []
+            assert str(path) in service.lines[0]
+        else:
+            assert told == service.lines[:1]
+    assert seen[0] != seen[1]
+
+
+def test_the_link_of_another_user_is_a_url_for_commands(
+    postgres_url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with running("--database-url", postgres_url) as service:
+        service.wait_for("ready after")
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+        assert main(["status", "--url", service.url]) == 2
+        assert main(["status", "--url", service.link]) == 0
+
+
+def test_a_user_without_a_directory_gets_a_token_too(postgres_url: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    environ = {"DATABASE_URL": postgres_url, "XDG_STATE_HOME": str(tmp_path / "file")}
+    with running(environ=environ) as service:
+        assert service.get("/v1/status").status_code == 200
+    with running("--log-format", "json", environ=environ) as service:
+        service.wait_for("could not be stored: set MOORED_ADMIN_TOKEN")
+
+
+def test_no_token_gives_every_local_user_access_and_says_so(postgres_url: str) -> None:
+    with running("--database-url", postgres_url, "--no-token") as service:
+        assert service.link == service.url
+        assert service.get("/v1/status").status_code == 200
+        assert "open to every user of this machine" in service.lines[0]
 
 
 def test_a_closed_stdout_does_not_end_the_service(postgres_url: str) -> None:
@@ -353,7 +406,7 @@ def test_a_closed_stdout_does_not_end_the_service(postgres_url: str) -> None:
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
-        url = process.stdout.readline().split()[1]
+        url = process.stdout.readline().split()[1].partition("/?")[0]
         process.stdout.close()  # as after `moored serve | head -1`
         health = f"{url}/v1/health"
         with httpx.Client(trust_env=False, verify=False) as client:

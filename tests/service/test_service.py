@@ -93,7 +93,7 @@ class House:
 
 @asynccontextmanager
 async def house(config: Config | None = None, part: Part | None = None) -> AsyncIterator[House]:
-    config = config or Config(port=0)
+    config = config or Config(port=0, no_token=True)
     said: list[str] = []
     lamp = Lamp()
     with ExitStack() as stack:
@@ -251,7 +251,7 @@ async def _echo(scope: Scope, receive: Receive, send: Send) -> None:
         ("t0ken", {"Authorization": "Bearer t0ken"}, True),
         (None, {}, True),
         (None, {"Origin": "http://evil.example"}, False),
-        (None, {"Origin": "http://localhost:1"}, True),
+        (None, {"Origin": "http://localhost:1"}, False),
         (None, {"Host": "evil.example"}, False),
     ],
 )
@@ -260,7 +260,7 @@ async def test_a_websocket_has_the_same_access_checks(
 ) -> None:
     lamp = Lamp()
     part = Part("lamp", lamp.build, conditions=("lamp_lit",), mounts={"/v1/lamp": _echo})
-    async with house(Config(port=0, admin_token=token), part=part) as it:
+    async with house(Config(port=0, admin_token=token, no_token=token is None), part) as it:
         url = it.service.view.address.replace("http", "ws") + "/v1/lamp/"
         host = headers.get("Host")
         address = urlsplit(it.service.view.address)

@@ -32,7 +32,7 @@ folder = Path(given["folder"])
 TENANTS: list[str] = given["tenants"]
 COPY = "insert into copies values (%s, %s) on conflict do nothing"
 
-config = Config(port=given["port"], log_level="warning")
+config = Config(port=given["port"], no_token=True, log_level="warning")
 app = moored.App("soak", config=config)
 db = app.pool(given["url"], name="db", max_size=10, check_idle=1.0)
 pg = app.postgres(given["url"], notify_url=given["url"], state_dir=folder)

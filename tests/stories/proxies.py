@@ -26,7 +26,7 @@ http {{
   upstream shop {{ {servers} }}
   server {{
     listen 127.0.0.1:{port};
-    location / {{ proxy_pass http://shop; }}
+    location / {{ proxy_pass http://{target}; {settings} }}
   }}
 }}
 """
@@ -44,8 +44,9 @@ unix_socket_dir =
 class Nginx:
     """A running nginx."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, target: str = "shop", settings: str = "") -> None:
         self.folder, self.port = folder, free_port()
+        self._location = {"target": target, "settings": settings}
         self.url = f"http://127.0.0.1:{self.port}"
         self.process: asyncio.subprocess.Process | None = None
         folder.mkdir()
@@ -53,7 +54,7 @@ class Nginx:
     def configure(self, *ports: int) -> None:
         """Write the configuration: these replicas."""
         servers = " ".join(f"server 127.0.0.1:{port};" for port in ports)
-        text = NGINX.format(folder=self.folder, servers=servers, port=self.port)
+        text = NGINX.format(folder=self.folder, servers=servers, port=self.port, **self._location)
         (self.folder / "nginx.conf").write_text(text)
 
     def workers(self) -> list[psutil.Process]:
@@ -72,9 +73,9 @@ class Nginx:
 
 
 @asynccontextmanager
-async def nginx(folder: Path, *ports: int) -> AsyncIterator[Nginx]:
-    """Run nginx in front of replicas."""
-    front = Nginx(folder)
+async def nginx(folder: Path, *ports: int, **location: str) -> AsyncIterator[Nginx]:
+    """Run nginx in front of replicas; `target` and `settings` are those of its location."""
+    front = Nginx(folder, **location)
     front.configure(*ports)
     command = [require_server("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")]
     front.process = await asyncio.create_subprocess_exec(*command, "-e", str(folder / "error.log"))

@@ -73,7 +73,7 @@ class Replica(Running):
         self.port = port
 
     @property
-    def url(self) -> str:
+    def link(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     async def answers(self, path: str) -> httpx.Response | None:
@@ -108,7 +108,9 @@ async def replica(
     program = Program(
         *(*command, "--port", str(port), "--log-level", "warning"),
         stderr=True,
-        environ=clean_environment(DATABASE_URL=url, STATE_DIR=str(folder), **environ),
+        environ=clean_environment(
+            DATABASE_URL=url, STATE_DIR=str(folder), MOORED_NO_TOKEN="1", **environ
+        ),
     )
     with program:
         shop = Replica(program, port)

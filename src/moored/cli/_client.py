@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from typing import Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import parse_qs, quote, urlsplit
 
 from moored.kernel import SECRETS, MooredError, redacted
 
@@ -42,7 +42,8 @@ class Client:
         #: The URL for messages, without a user and password, which are not sent either.
         self.url = f"{parts.scheme}://{place}{parts.path.rstrip('/')}"
         self._parts = parts
-        self._token = token
+        # The URL may be the link that `serve` has printed.
+        self._token = token or parse_qs(parts.query).get("token", [None])[0]
         self._timeout = timeout
 
     def status(self) -> dict[str, Any]:
@@ -73,7 +74,8 @@ class Client:
             raise UnknownComponent(detail, answer["known"])
         if code == 401:
             raise CommandFailed(
-                f"{self.url} requires the admin token: set MOORED_ADMIN_TOKEN, or use --admin-token"
+                f"{self.url} requires a token, which `moored serve` prints unless one is set: "
+                "set MOORED_ADMIN_TOKEN, or use --admin-token"
             )
         raise CommandFailed(f"{self.url} responded to {path} with {code}: {detail}")
 

@@ -31,7 +31,8 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 def configurable(command: F) -> F:
     """Add an option for each setting to a command, which gets them as `**given`, None if not used.
 
-    They are passed as strings, so that the mistakes of all sources are reported together.
+    They are passed as strings, unless they are flags, so that the mistakes of all sources are
+    reported together.
     """
     signature = inspect.signature(command, eval_str=True)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -42,10 +43,11 @@ def configurable(command: F) -> F:
 
 
 def _parameter(knob: Knob) -> inspect.Parameter:
-    default = "" if knob.default in (None, ()) else f"; default: {knob.default}"
+    is_flag = knob.default is False
+    default = "" if is_flag or knob.default in (None, ()) else f"; default: {knob.default}"
     option = typer.Option(
         knob.option,
-        metavar=knob.name.rpartition("_")[2].upper(),
+        metavar=None if is_flag else knob.name.rpartition("_")[2].upper(),
         # In the help only: Typer would report a mistake in a variable alone, before the others.
         help=f"{knob.help} [env: {knob.variable}{default}]",
     )
@@ -53,5 +55,5 @@ def _parameter(knob: Knob) -> inspect.Parameter:
         knob.name,
         inspect.Parameter.KEYWORD_ONLY,
         default=None,
-        annotation=Annotated[str | None, option],
+        annotation=Annotated[(bool if is_flag else str) | None, option],
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import typer
 
-from moored.service import FILE_NAME, Config, is_loopback, load_config
+from moored.service import FILE_NAME, Config, is_loopback, load_config, stored_token
 
 from ._client import Client, CommandFailed
 
@@ -30,9 +32,12 @@ Token = Annotated[
 
 
 def client_for(url: str | None, token: str | None, **options: float) -> Client:
-    """Return a client of the service at a URL, or of the one that the configuration names."""
+    """Return a client of the service at a URL, or of the one that the configuration names.
+
+    Without a token, it has the one that a service of this user on this machine made for itself.
+    """
     if url is not None:
-        return Client(url, token, **options)
+        return Client(url, token or _stored(url), **options)
     here = load_config()
     address = _address(here)
     known = token or here.admin_token
@@ -45,7 +50,15 @@ def client_for(url: str | None, token: str | None, **options: float) -> Client:
             f"the admin token from {owner} is not sent to {address}, which {other} names: "
             "use --url and --admin-token to allow it, or put both into the same file"
         )
-    return Client(address, known, **options)
+    return Client(address, known or _stored(address), **options)
+
+
+def _stored(url: str) -> str | None:
+    with suppress(ValueError):  # `Client` reports what is wrong with the URL
+        place = urlsplit(url if "://" in url else f"http://{url}")
+        if is_loopback(place.hostname or ""):
+            return stored_token(place.port or 80)
+    return None
 
 
 def _address(config: Config) -> str:

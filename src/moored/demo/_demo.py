@@ -37,7 +37,7 @@ where backend_type = 'walsender' or pid = (
     order by state = 'idle' desc limit 1
 )
 """
-WELCOME = "this is the demo: open the address above in a browser, and break something"
+WELCOME = "this is the demo: open the link above in a browser, and break something"
 NO_GRPC = "no gRPC channel in this demo, because grpcio is missing: pip install 'moored[grpc]'"
 
 

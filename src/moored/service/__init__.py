@@ -5,7 +5,8 @@ The service mounts and wires systems (parts), and makes no decisions for them. I
 - `/v1/health` responds as soon as the process listens, and reports "active" only while every part
   is active;
 - HTTP is stopped before the parts that it shows, and nothing is left running at the end;
-- no token, and no password of a URL, is ever printed, logged or sent.
+- no token, and no password of a URL, is ever printed, logged or sent, but for the link with the
+  token that `serve` makes for itself.
 """
 
 from moored.kernel import extra
@@ -28,6 +29,7 @@ from ._part import Part, System, Wiring, costs_of
 from ._serve import serve
 from ._service import Service
 from ._shown_postgres import ShownPostgres
+from ._token_file import stored_token
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Running the service
@@ -58,6 +60,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "load",
     "load_config",
     "state_dir_of",
+    "stored_token",
     # Errors
     "CannotListen",
     "ConfigError",

@@ -6,25 +6,45 @@ from collections.abc import Callable, Iterable
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import _auth
+from ._assets import login_page
+from ._config import Config
 from ._connections import MAX_HEAD
+from ._login import Login, token_in_link
 
 __all__ = ["AccessControl", "refusal"]
 
 #: Served without a token and for any Host header, for load balancers.
 OPEN = frozenset({"/v1/health"})
-#: Where a browser exchanges the token for a session; needs no token itself.
-LOGIN = "/login"
+#: Where a browser exchanges the token for a session, and ends it; they need no token.
+LOGIN, LOGOUT = "/login", "/logout"
 #: Stands for the method of a WebSocket handshake, which is a GET but not a safe one.
 WEBSOCKET = "WEBSOCKET"
 #: Methods that change nothing, and whose responses a page of another origin cannot read.
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-NO_TOKEN = (
-    "without an admin token only clients on this machine have access: set admin_token "
+NOT_SET = (
+    "only /v1/health and live events are served, because no token is set: set admin_token "
+    "(MOORED_ADMIN_TOKEN), or no_token (MOORED_NO_TOKEN=1) if every user of this machine may have "
+    "access"
+)
+NOT_HERE = (
+    "without a token (no_token) only clients on this machine have access: set admin_token "
     "(MOORED_ADMIN_TOKEN)"
+)
+UNAUTHORIZED = (
+    "send the admin token in a header, Authorization: Bearer <token>, or open /?token=<token> in a "
+    "browser; unless one is set as admin_token (MOORED_ADMIN_TOKEN), it is in the link that "
+    "`moored serve` printed at its start"
+)
+READ_ONLY = "the read token may only read: send the admin token"
+FOREIGN = (
+    "the request comes from a web page of another scheme, host or port. If the page is this "
+    "service's, behind a proxy: let the proxy pass the Host header on (nginx: proxy_set_header "
+    "Host $http_host), and add its name to allowed_hosts (MOORED_ALLOWED_HOSTS)"
 )
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 #: Headers of a proxy, whose client may be anywhere.
@@ -46,30 +66,33 @@ def refusal(status: int, error: str, detail: str) -> JSONResponse:
 
 
 class AccessControl:
-    """Checks the Host header and the token, and adds security headers to every response.
+    """Checks Host, Origin and token, and adds security headers to every response.
 
-    `names` are the allowed names in the Host header, None for any. They prevent DNS rebinding: a
-    web page can make its own host name point to 127.0.0.1 and so reach a loopback service from a
-    browser on this machine, but it cannot change the Host header. `public` are the paths of apps
-    that check the origin and tokens of their own.
+    The allowed names in the Host header prevent DNS rebinding: a web page can make its own host
+    name point to 127.0.0.1 and so reach a loopback service from a browser on this machine, but it
+    cannot change the Host header. `public` are the paths of apps that check the origin and tokens
+    of their own.
     """
 
     def __init__(
         self,
         app: ASGIApp,
+        config: Config,
         *,
-        token: str | None,
-        names: Iterable[str] | None,
+        tokens: _auth.Tokens,
+        login: Login,
         public: Iterable[str] = (),
         wall: Callable[[], float],
-        login_page: Callable[[], Response],
     ) -> None:
         self._app = app
-        self._token = token
-        self._names = None if names is None else frozenset(names)
+        self._tokens = tokens
+        self._needs_token = not config.no_token
+        self._trusted = frozenset(config.allowed_hosts)
+        self._names = {*LOCAL_NAMES, config.host.lower(), *self._trusted}
+        self._any_name = not config.is_local
         self._public = frozenset(public)
         self._wall = wall
-        self._login_page = login_page
+        self._login = login
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on to the app, or refuse it."""
@@ -86,10 +109,8 @@ class AccessControl:
             return refusal(431, "headers too large", f"send at most {MAX_HEAD} bytes of headers")
         if path in OPEN:
             return None
-        if (
-            self._names is not None
-            and (name := _auth.name_in_host(headers.get("host"))) not in self._names
-        ):
+        name, _ = _auth.address_in(headers.get("host"))
+        if not self._any_name and name not in self._names:
             return refusal(
                 421,
                 "unknown host",
@@ -98,30 +119,56 @@ class AccessControl:
             )
         if path in self._public:
             return None
-        if self._names is not None and _from_elsewhere(method, headers, self._names):
-            return refusal(
-                403,
-                "foreign origin",
-                "the request comes from a web page of another host; if it is the name of a proxy, "
-                "add it to allowed_hosts (MOORED_ALLOWED_HOSTS)",
-            )
-        if self._token is None:
+        if method not in SAFE_METHODS and self._is_foreign(scope, headers):
+            return refusal(403, "foreign origin", FOREIGN)
+        if not self._needs_token:
             here = _on_this_machine(scope) and PROXIED.isdisjoint(headers.keys())
-            return None if here else refusal(403, "no token", NO_TOKEN)
-        if path == LOGIN or self._knows_token(self._token, headers):
-            return None
-        if path == "/" and method in ("GET", "HEAD") and "text/html" in headers.get("accept", ""):
-            return self._login_page()
-        return refusal(
-            401, "unauthorized", "send the admin token in a header: Authorization: Bearer <token>"
-        )
+            return None if here else refusal(403, "no token", NOT_HERE)
+        if not self._tokens:
+            return refusal(403, "no token", NOT_SET)
+        return self._check_token(scope, path, method, headers)
 
-    def _knows_token(self, token: str, headers: Headers) -> bool:
-        given = _auth.bearer_of(headers.get("authorization"))
-        if given is not None:
-            return _auth.same(given, token)
-        session = _auth.session_of(headers.get("cookie"))
-        return _auth.session_holds(token, session, now=self._wall())
+    def _check_token(
+        self, scope: Scope, path: str, method: str, headers: Headers
+    ) -> Response | None:
+        if path in (LOGIN, LOGOUT):
+            return None
+        is_page = path == "/" and method in ("GET", "HEAD")
+        if is_page and (given := token_in_link(scope)) is not None:
+            return self._login.by_token(Request(scope), given)
+        right = self._tokens.right_of(headers, now=self._wall())
+        if right == "admin" or (right == "read" and method in SAFE_METHODS):
+            return None
+        if right == "read":
+            return refusal(403, "read only", READ_ONLY)
+        if is_page and "text/html" in headers.get("accept", ""):
+            return login_page()
+        return refusal(401, "unauthorized", UNAUTHORIZED)
+
+    def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
+        """Whether a web page of another scheme, host or port sent this request.
+
+        Any page may open and read a WebSocket to this machine, and send forms to it, but the
+        browser puts the page's origin into the Origin header. A page on another port is the same
+        site, so the browser sends the session cookie with its requests.
+        """
+        origin = headers.get("origin")
+        if origin is None:
+            return False
+        theirs, _, address = origin.partition("://")
+        name, port = _auth.address_in(address)
+        host, own_port = _auth.address_in(headers.get("host"))
+        if name in self._trusted:
+            return False  # of a proxy, whose scheme and port are not known here
+        if self._any_name:
+            # A proxy may have its own TLS, and pass a Host of its own.
+            ports = _auth.port_of(port, theirs), _auth.port_of(own_port, theirs)
+            return name == host and ports[0] != ports[1]
+        ours = scope["scheme"].replace("ws", "http")
+        return (name not in self._names) or (theirs, _auth.port_of(port, theirs)) != (
+            ours,
+            _auth.port_of(own_port, ours),
+        )
 
 
 def _on_this_machine(scope: Scope) -> bool:
@@ -139,18 +186,6 @@ def _path(scope: Scope) -> str:
     """Return the path below the one that the app is mounted at."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
-
-
-def _from_elsewhere(method: str, headers: Headers, names: frozenset[str]) -> bool:
-    """Whether a web page of another host sent this request.
-
-    Any page may open and read a WebSocket to this machine, and send forms to it, but the browser
-    puts the page's host into the Origin header.
-    """
-    origin = headers.get("origin")
-    if origin is None or method in SAFE_METHODS:
-        return False
-    return _auth.name_in_host(origin.partition("://")[2]) not in names
 
 
 def _with_safe_headers(send: Send) -> Send:

@@ -15,38 +15,33 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping
 from http import HTTPStatus
 from typing import Any
-from urllib.parse import parse_qs
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import choose_encoder
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route, WebSocketRoute
 from starlette.types import ASGIApp
 
-from . import _auth
-from ._access import LOCAL_NAMES, LOGIN, AccessControl, refusal
-from ._assets import asset, login_page, page
+from ._access import LOGIN, LOGOUT, AccessControl, refusal
+from ._assets import asset, page
+from ._auth import Tokens
 from ._config import Config
 from ._feed import Feed
 from ._health import probe
+from ._login import MAX_FORM, Login
 from ._view import View
 
 __all__ = ["make_app"]
 
 #: Seconds between comments on an idle stream: many proxies close one that is silent for a minute.
 HEARTBEAT = 15.0
-#: Bytes of a login form, which holds only a token.
-MAX_FORM = 8192
-#: Seconds within which the whole form must arrive.
-FORM_TIMEOUT = 10.0
 
 
 def make_app(
@@ -59,7 +54,9 @@ def make_app(
     public: Mapping[str, ASGIApp] | None = None,
 ) -> ASGIApp:
     """Return the HTTP app, wrapped in `AccessControl`."""
-    routes = _Routes(config, view, feed, registry)
+    tokens = Tokens(config.admin_token, config.read_token)
+    login = Login(tokens, view.clock.wall)
+    routes = _Routes(view, feed, registry, has_login=bool(tokens))
     app = Starlette(
         routes=[
             Route("/v1/health", routes.health),
@@ -70,28 +67,24 @@ def make_app(
             Route("/openapi.json", routes.openapi),
             Route("/", routes.page),
             Route("/static/{name}", routes.static),
-            Route(LOGIN, routes.login, methods=["POST"]),
-            Route("/logout", routes.logout, methods=["POST"]),
+            Route(LOGIN, login.by_form, methods=["POST"]),
+            Route(LOGOUT, login.logout, methods=["POST"]),
             *(Mount(path, app) for path, app in (mounts or {}).items()),
             *(Route(path, app) for path, app in (public or {}).items()),
             *(WebSocketRoute(path, app) for path, app in (public or {}).items()),
         ],
         exception_handlers={HTTPException: _http_error, Exception: _server_error},
     )
-    names = {*LOCAL_NAMES, config.host.lower(), *config.allowed_hosts} if config.is_local else None
     return AccessControl(
-        app,
-        token=config.admin_token,
-        names=names,
-        public=public or (),
-        wall=view.clock.wall,
-        login_page=login_page,
+        app, config, tokens=tokens, login=login, public=public or (), wall=view.clock.wall
     )
 
 
 class _Routes:
-    def __init__(self, config: Config, view: View, feed: Feed, registry: CollectorRegistry) -> None:
-        self._token = config.admin_token
+    def __init__(
+        self, view: View, feed: Feed, registry: CollectorRegistry, *, has_login: bool
+    ) -> None:
+        self._has_login = has_login
         self._view = view
         self._feed = feed
         self._registry = registry
@@ -152,50 +145,13 @@ class _Routes:
         return asset("openapi.json") or Response(status_code=404)
 
     async def page(self, request: Request) -> Response:
-        return page(logout=self._token is not None)
+        return page(logout=self._has_login)
 
     async def static(self, request: Request) -> Response:
         found = asset(request.path_params["name"])
         if found is None:
             raise HTTPException(404)
         return found
-
-    async def login(self, request: Request) -> Response:
-        given = await _token_in_form(request)
-        if self._token is not None and (given is None or not _auth.same(given, self._token)):
-            return login_page(wrong=True)
-        answer = RedirectResponse("./", status_code=303)
-        if self._token is not None:
-            answer.set_cookie(
-                _auth.COOKIE,
-                _auth.issue_session(self._token, now=self._view.clock.wall()),
-                max_age=int(_auth.LIFETIME),
-                httponly=True,
-                samesite="strict",
-                secure=request.url.scheme == "https",
-            )
-        return answer
-
-    async def logout(self, request: Request) -> Response:
-        answer = RedirectResponse("./", status_code=303)
-        answer.delete_cookie(_auth.COOKIE, httponly=True, samesite="strict")
-        return answer
-
-
-async def _token_in_form(request: Request) -> str | None:
-    body = b""
-    try:
-        async with asyncio.timeout(FORM_TIMEOUT):
-            async for chunk in request.stream():
-                body += chunk
-                if len(body) > MAX_FORM:
-                    raise HTTPException(413)
-    except TimeoutError:
-        raise HTTPException(408, headers={"Connection": "close"}) from None
-    except ClientDisconnect:
-        raise HTTPException(400) from None  # the client has gone
-    values = parse_qs(body.decode("ascii", errors="replace")).get("token", [])
-    return values[0].strip() if values else None
 
 
 def _json(data: Mapping[str, Any]) -> Response:

@@ -159,8 +159,23 @@ class Config:
         None,
         _parse.secret,
         "The secret that every request except /v1/health must present; set it in the environment "
-        "or the file, because other users of the machine can read a command line.",
+        "or the file, because other users of the machine can read a command line; without one, "
+        "`serve` makes a new one at each start, and prints it as a link.",
         hide=lambda token: HIDDEN,
+    )
+    read_token: str | None = _knob(
+        None,
+        _parse.secret,
+        "A second secret, for requests that change nothing, such as those of Prometheus and of "
+        "people who look at the page: whoever has it cannot stop a session or press a button.",
+        hide=lambda token: HIDDEN,
+    )
+    no_token: bool = _knob(
+        False,
+        _parse.flag,
+        "Require no token: every user of this machine has access, and everyone who can reach a "
+        "proxy in front that does not tell so, because its requests look like those of this "
+        "machine.",
     )
     allowed_hosts: tuple[str, ...] = _knob(
         (),
@@ -285,6 +300,16 @@ class Config:
             yield (
                 f"{self._label(named['broker_channels'])}: subscribers need tokens: set "
                 f"{named['broker_keys'].variable} or {named['broker_jwt_key'].variable}"
+            )
+        if self.no_token and (self.admin_token or self.read_token):
+            yield (
+                f"{self._label(named['no_token'])}: a token is set too: leave out one of them "
+                f"({PREFIX}ADMIN_TOKEN, {PREFIX}READ_TOKEN)"
+            )
+        if self.read_token is not None and self.read_token == self.admin_token:
+            yield (
+                f"{self._label(named['read_token'])}: it is the admin token, which may do "
+                "everything: choose another one"
             )
         if not self.is_local and self.admin_token is None:
             yield (

@@ -56,9 +56,19 @@ class Logs:
         if self._as_json:
             record = logging.LogRecord("moored", logging.INFO, "", 0, text, None, None)
             self._handler.handle(record)
-            return
+        else:
+            self._print(SECRETS.hide(text))
+
+    def say_link(self, text: str, instead: str) -> None:
+        """Print a notice with a secret for a person; programs, which read JSON, get another."""
+        if self._as_json:
+            self.say(instead)
+        else:
+            self._print(text)
+
+    def _print(self, text: str) -> None:
         try:
-            print(f"moored: {SECRETS.hide(text)}", file=self._stream, flush=True)
+            print(f"moored: {text}", file=self._stream, flush=True)
         except (OSError, ValueError):
             pass  # stdout was closed by its reader, which must not end the service
 

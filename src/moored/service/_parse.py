@@ -77,6 +77,15 @@ def seconds(value: object) -> float:
     return number
 
 
+def flag(value: object) -> bool:
+    """Parse a bool, or a word for one."""
+    words = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    found = value if isinstance(value, bool) else words.get(str(value).strip().lower())
+    if found is None:
+        raise ValueError(f"{value!r} is neither true nor false: write one of {', '.join(words)}")
+    return found
+
+
 def count(value: object) -> int:
     """Parse a number that is at least 1."""
     number = _integer(value)

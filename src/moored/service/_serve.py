@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 from moored.kernel import SECRETS, MooredError, first_of
 
@@ -28,12 +32,14 @@ from ._logs import Logs
 from ._service import Service, address_of
 from ._signals import FORCED, Signals
 from ._systemd import SystemdNotifier
+from ._token_file import token_stored
 
 __all__ = ["serve"]
 
 DONE, GAVE_UP, CANNOT_START = 0, 1, 2
 #: Seconds until a forced process exits without waiting; guard processes clean up after it.
 FORCE_TIMEOUT = 3.0
+CHOOSE = "the token is new at each start; set MOORED_ADMIN_TOKEN to choose one"
 
 
 def serve(config: Config, make: Callable[..., Service] = Service) -> int:
@@ -47,7 +53,8 @@ def serve(config: Config, make: Callable[..., Service] = Service) -> int:
     sockets: list[socket.socket] = []
     try:
         sockets = listen(config.host, config.port)
-        return asyncio.run(_run(config, sockets, logs, signals, make))
+        with _own_token(config, sockets, logs) as config:
+            return asyncio.run(_run(config, sockets, logs, signals, make))
     except ServiceError as error:
         return _print_error(error, CANNOT_START)
     except MooredError as error:
@@ -78,7 +85,6 @@ async def _run(
 
     signals.attach(loop, on_stop=stop_requested.set, on_force=force)
     began = loop.time()
-    logs.say(_address_notice(config, sockets))
     systemd = SystemdNotifier()
 
     def report(*assignments: str) -> None:
@@ -107,11 +113,29 @@ async def _active(service: Service, stop_requested: asyncio.Event) -> bool:
     return service.first_active.done()
 
 
-def _address_notice(config: Config, sockets: Sequence[socket.socket]) -> str:
-    who = "open to every user of this machine; set MOORED_ADMIN_TOKEN to change that"
-    if config.admin_token is not None:
+@contextmanager
+def _own_token(config: Config, sockets: Sequence[socket.socket], logs: Logs) -> Iterator[Config]:
+    """Print the address, and yield the configuration with a token: a new one unless one is set."""
+    address = address_of(config, sockets)
+    if config.no_token:
+        logs.say(f"{address} (--no-token: open to every user of this machine)")
+        yield config
+    elif config.admin_token is not None:
         who = "the admin token is required, but for /v1/health and the streams of brokers"
-    return f"{address_of(config, sockets)} ({who})"
+        logs.say(f"{address} ({who})")
+        yield config
+    else:
+        token = secrets.token_hex(24)
+        config = replace(config, admin_token=token)
+        with token_stored(sockets[0].getsockname()[1], token) as path:
+            logs.say_link(f"{address}/?token={token} ({CHOOSE})", f"{address} ({_where(path)})")
+            yield config
+
+
+def _where(path: Path | None) -> str:
+    if path is None:
+        return "the token of this start could not be stored: set MOORED_ADMIN_TOKEN"
+    return f"the token of this start is in {path}"
 
 
 def _status(service: Service) -> str:

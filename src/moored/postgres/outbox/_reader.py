@@ -99,14 +99,10 @@ _MISSING = ("42P01", "3F000", "42883", "42703")
 
 
 class PsycopgPool(Protocol):
-    """A pool of psycopg connections: of the reservoir, of psycopg_pool, or a `Postgres`.
-
-    Its connections may be in autocommit mode or not: statements that belong together are in a
-    `conn.transaction()` or sent as one query, and all is committed at the end at the latest.
-    """
+    """A pool of psycopg connections: of the reservoir, of psycopg_pool, or a `Postgres`."""
 
     def connection(self) -> AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]:
-        """Check out a connection; commit at the end, or roll back after an error."""
+        """Check out a connection, whose transaction is committed at the end."""
         ...
 
 
