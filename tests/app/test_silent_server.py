@@ -30,9 +30,11 @@ def server() -> Iterator[SyncEmbeddedPostgres]:
         yield server
 
 
+@pytest.mark.parametrize("callers", [6, 0])
 async def test_every_link_tells_that_the_server_is_silent(
-    server: SyncEmbeddedPostgres, tmp_path: Path
+    callers: int, server: SyncEmbeddedPostgres, tmp_path: Path
 ) -> None:
+    """Whether callers wait for answers or not, and each time."""
     app = App("orders", config=Config())
     db = app.pool(server.url, name="db", max_size=4)
     pg = app.postgres(server.url, name="pg", notify_url=server.url, state_dir=tmp_path)
@@ -54,10 +56,13 @@ async def test_every_link_tells_that_the_server_is_silent(
         return app.service.view.parts()[part]
 
     def sample(name: str) -> float:
-        """Return the largest value of a metric."""
+        """Return the largest value of a metric; -1 if there is none yet."""
         assert app.service is not None
         lines = generate_latest(app.service.registry).decode().splitlines()
-        return max(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+        return max(
+            (float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)),
+            default=-1.0,
+        )
 
     told: dict[str, Callable[[], object]] = {
         "db is degraded": lambda: health("db") == "degraded",
@@ -77,11 +82,12 @@ async def test_every_link_tells_that_the_server_is_silent(
         await pg.outbox.install()
         async with asyncio.TaskGroup() as group:
             consumer = group.create_task(consume())
-            for _ in range(6):
+            await until(lambda: sample("moored_outbox_unanswered_seconds") >= 0, "begun", LIMIT)
+            for _ in range(callers):
                 group.create_task(call())
-            for _ in range(2):
-                before = answers
-                await until(lambda: answers > before + 10, "queries are answered", LIMIT)  # noqa: B023
+            for _ in range(2 if callers else 1):
+                enough = answers + 2 * callers
+                await until(lambda: answers >= enough, "queries are answered", LIMIT)  # noqa: B023
                 await until(lambda: app.status == "active", "all is well", LIMIT)
                 took: dict[str, float] = {}
                 with frozen(server) as began:
@@ -95,3 +101,26 @@ async def test_every_link_tells_that_the_server_is_silent(
             await until(lambda: app.status == "active", "all is well", LIMIT)
             stop.set()
             consumer.cancel()
+
+
+async def test_long_statements_are_not_a_silent_server(server: SyncEmbeddedPostgres) -> None:
+    """One beside others changes nothing; if all connections run one, that is what is told."""
+    app = App("orders", config=Config())
+    db = app.pool(server.url, name="db", max_size=2)
+
+    async def call(seconds: float) -> None:
+        async with db.connection() as conn:
+            await conn.execute("select pg_sleep(%s)", (seconds,))
+
+    async with app, asyncio.TaskGroup() as group:
+        await app.ready(LIMIT)
+        long = group.create_task(call(4.5))
+        while not long.done():
+            await call(0.05)
+            assert (app.status, db.silent_for) == ("active", 0.0)
+        uses = [group.create_task(call(seconds)) for seconds in (4.5, 4.5, 0.0)]
+        await until(lambda: app.status == "degraded", "a caller waits for long", LIMIT)
+        assert "1 caller waits" in app.explain("db")
+        while not uses[0].done():
+            assert db.silent_for == 0.0
+            await asyncio.sleep(0.1)

@@ -17,6 +17,8 @@ class Looks:
     def __init__(self, *, ready: bool = False) -> None:
         self.silence = Silence()
         self.ready = ready
+        #: Whether a ready connection takes too long to answer.
+        self.slow = False
         self.now = 100.0
         self.answers = True
         self.probes: list[float] = []
@@ -29,7 +31,8 @@ class Looks:
                 self.probes.append(self.now)
                 self.silence.asked(self.now)
                 if self.answers:
-                    self.silence.probed(self.now, opened=not self.ready)
+                    pinged, opened = self.ready, self.slow or not self.ready
+                    self.silence.probed(self.now, pinged=pinged, opened=opened)
         return self.silence.seconds(self.now)
 
     @property
@@ -62,6 +65,23 @@ def test_a_ready_connection_is_pinged_every_second() -> None:
     looks = Looks(ready=True)
     looks.look(stuck=True, times=200)
     assert set(looks.pauses) == {1.0}
+
+
+def test_an_overloaded_server_is_not_pinged_every_second() -> None:
+    """Each ping that takes too long costs a ready connection."""
+    looks = Looks(ready=True)
+    looks.slow = True
+    looks.look(stuck=True, times=100)
+    assert looks.pauses == [2.0, 4.0, 8.0, 16.0, 16.0]
+
+
+def test_the_time_that_a_probe_waits_for_the_rate_limit_is_no_silence() -> None:
+    looks = Looks()
+    looks.answers, looks.silence.held = False, True
+    assert looks.look(stuck=True, times=100) == 0.0
+    looks.silence.held = False
+    assert looks.look(stuck=True, times=3) == 0.0
+    assert looks.look(stuck=True) > 0.0
 
 
 def test_a_server_without_answers_is_silent_after_four_looks() -> None:

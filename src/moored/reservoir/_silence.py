@@ -21,7 +21,7 @@ __all__ = ["LOOK", "Silence"]
 LOOK = 0.5
 #: Looks at a probe without an answer after which the server is silent.
 LOOKS = 4
-#: Seconds between two probes by a ready connection.
+#: Seconds between two pings of ready connections that were answered.
 PAUSE = 1.0
 #: The longest pause between two probes that each open a connection. The pause grows because an
 #: overloaded server must not be probed often.
@@ -37,9 +37,13 @@ class Silence:
         # When the first probe was sent that has no answer yet, and how many looks ago.
         self._asked: float | None = None
         self._looks = 0
-        # When the last probe was answered, and the pause after one that opens a connection.
+        #: Whether the probe waits for the rate limit, and not for the server.
+        self.held = False
+        # When the last probe was answered, the pause after one that opens a connection, and whether
+        # the last one did although a ready connection was pinged.
         self._probed = -math.inf
         self._pause = PAUSE
+        self._slow = False
         self._quiet = 0
 
     def look(self, now: float, *, stuck: bool, ready: bool) -> bool:
@@ -49,12 +53,13 @@ class Silence:
         :param ready: whether a ready connection can be pinged, so that none must be opened.
         """
         if self._asked is not None:
-            self._looks += 1
+            self._looks += not self.held
             return True
         self._quiet = 0 if stuck else self._quiet + 1
         if self._quiet >= QUIET:
-            self._pause = PAUSE
-        return stuck and now - self._probed >= (PAUSE if ready else self._pause)
+            self._pause, self._slow = PAUSE, False
+        pause = PAUSE if ready and not self._slow else self._pause
+        return stuck and now - self._probed >= pause
 
     def asked(self, now: float) -> None:
         """Note that a probe was sent."""
@@ -66,13 +71,15 @@ class Silence:
         """Note that the server has answered, whatever it was asked."""
         self._asked = None
 
-    def probed(self, now: float, *, opened: bool) -> None:
+    def probed(self, now: float, *, pinged: bool, opened: bool) -> None:
         """Note that the server has answered a probe.
 
-        :param opened: whether a connection was opened for it.
+        :param pinged: whether a ready connection was pinged.
+        :param opened: whether a connection was opened.
         """
         self.answered()
         self._probed = now
+        self._slow = pinged and opened
         if opened:
             self._pause = min(2 * self._pause, LONGEST_PAUSE)
 

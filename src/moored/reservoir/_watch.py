@@ -110,32 +110,35 @@ class Watch(Generic[C]):
 
         The new one is one more than `max_size`, for a moment, but counts in the rate limit.
         """
-        upkeep = self._upkeep
+        upkeep, silence, now = self._upkeep, self._silence, self._upkeep.clock.monotonic
         try:
-            if (item := upkeep.pick_ready()) is not None:
-                if not self._may_open:
-                    self._silence.asked(upkeep.clock.monotonic())
-                if await upkeep.ping_item(item, READY_PATIENCE):
-                    self._silence.probed(upkeep.clock.monotonic(), opened=False)
+            item, opened = upkeep.pick_ready(), False
+            if item is not None:
+                silence.asked(now())
+            if item is None or not await upkeep.ping_item(item, READY_PATIENCE):
+                opened = self._may_open and await self._accepts()
+                if not opened:
                     return
-            if self._may_open and await self._accepts():
-                self._silence.probed(upkeep.clock.monotonic(), opened=True)
+            silence.probed(now(), pinged=item is not None, opened=opened)
         finally:
-            self._probing = False
+            self._probing = silence.held = False
             self._report()
 
     async def _accepts(self) -> bool:
         """Whether the server answers on a new connection; a refusal is an answer, too."""
-        upkeep = self._upkeep
-        began = None
+        upkeep, silence, now = self._upkeep, self._silence, self._upkeep.clock.monotonic
+        began, sent = now(), None
+        silence.held = True
         try:
             token = await upkeep.turn_apart()
-            began = upkeep.clock.monotonic()
-            self._silence.asked(began)
+            silence.held, sent = False, now()
+            if sent - began > LOOK:
+                silence.answered()  # nothing was sent for a while
+            silence.asked(sent)
             await upkeep.ask_apart(token, PING_TIMEOUT)
         except Exception as error:
             log.debug("%s: a probe failed: %s", upkeep.name, describe(error))
-            return began is not None and upkeep.clock.monotonic() - began < READY_PATIENCE
+            return sent is not None and now() - sent < READY_PATIENCE
         return True
 
     def _report(self) -> None:

@@ -109,7 +109,10 @@ class Publisher:
 
     async def changed(self, conn: Connection) -> bool:
         """Return whether the catalog has changed since the last call of `publish`."""
-        return bool(self._hub.attached()) and self._marker != await self._query_marker(conn)
+        if not self._hub.attached():
+            await conn.execute("")  # it shows the pool whether the server answers
+            return False
+        return self._marker != await self._query_marker(conn)
 
     async def _query_marker(self, conn: Connection) -> list[Any]:
         query = marker(conn.info.server_version)
