@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 
+import pytest
 from examples.mirror_sqlite import keep
 from tests.postgres.conftest import MakePostgres, Sql
 
-from moored.postgres import RESUME, Postgres, Rows, Transaction
+from moored.postgres import RESUME, Lsn, Postgres, Rows, Transaction
+from moored.postgres.manage import _manager
 
 from .mirror import Copy, contents
-from .orders import LIMIT, ROWS, copied, item_of
+from .orders import LIMIT, ROWS, column, copied, item_of
 
 
 def new_mirror() -> sqlite3.Connection:
@@ -79,3 +81,42 @@ async def test_resume_continues_at_the_place_in_the_state_file(
             assert isinstance(await item_of(follow), Transaction)
         async with pg.changes("other", tables=["orders"], start=RESUME):
             await pg.wait_until_published("orders", timeout=LIMIT)
+
+
+async def test_a_mirror_that_is_restored_from_a_backup_gets_no_row_twice(
+    make: MakePostgres, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its position is that of a copy which is not finished, and the consumer was further."""
+    monkeypatch.setattr(_manager, "REWIND_EVERY", 1.5)
+    async with make() as pg:
+        slow = pg.changes("slow", tables=["orders"])  # the server keeps what it has not got
+        async with pg.changes("c", tables=["orders"]):
+            await pg.wait_until_published(timeout=LIMIT)
+            await sql.execute("insert into orders values (-1)")
+            await sql.execute("insert into orders values (-2)")
+        restored = Copy("id", exact=True)
+        async with pg.follow("orders", consumer="c", chunk_rows=20, start=None) as follow:
+            first = await item_of(follow)
+            restored.apply(first)
+            await first.ack()
+            (limit,) = await column(sql, "select pg_current_wal_insert_lsn()::text")
+            number = 100
+            while not follow.progress.complete or pg._hub.stored("c") < Lsn.parse(limit):
+                if follow.progress.complete:
+                    await sql.execute("insert into orders values (%s)", (number,))
+                    number += 1
+                await (await item_of(follow)).ack()
+        # The next stream must not begin before the copy has continued.
+        at = first.position.position
+        async with pg.changes("other", tables=["orders"], start=at) as other:
+            await asyncio.wait_for(anext(other), LIMIT)
+        start = str(first.position)
+        async with pg.follow("orders", consumer="c", chunk_rows=20, start=start) as follow:
+            while (-3,) not in restored.rows:
+                item = await item_of(follow)
+                restored.apply(item)
+                await item.ack()
+                if isinstance(item, Rows) and follow.progress.complete:
+                    await sql.execute("insert into orders values (-3)")
+        assert not restored.resets
+        assert slow.name == "slow"
