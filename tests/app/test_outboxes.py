@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 from collections.abc import AsyncIterator
@@ -95,6 +96,41 @@ async def test_a_degraded_standby_does_not_consume_the_outbox_of_its_postgres(
                 await pg.outbox.publish(conn, "mail", 2)
             await until(lambda: rest.events, "the next event is handled", LIMIT)
     assert [event.json() for event in mail.events + rest.events] == [1, 2]
+
+
+@pytest.mark.parametrize("ends", [True, False])
+async def test_at_a_stop_a_function_may_end_and_then_its_event_does_not_come_again(
+    postgres_url: str, ends: bool
+) -> None:
+    begun, calls, ended = asyncio.Event(), list[int](), list[int]()
+
+    def made() -> App:
+        app = App("orders", config=Config())
+
+        @app.consumer(Outbox(postgres_url, install=True, wake="poll"), "mail", required=True)
+        async def mail(event: OutboxEvent | Reset) -> None:
+            assert isinstance(event, OutboxEvent)
+            calls.append(event.json())
+            begun.set()
+            if len(calls) == 1:
+                await asyncio.sleep(0.2 if ends else math.inf)
+            ended.append(event.json())
+
+        return app
+
+    async with asyncio.timeout(LIMIT), AsyncExitStack() as stack:
+        sql = await psycopg.AsyncConnection.connect(postgres_url, autocommit=True)
+        await stack.enter_async_context(sql)
+        outbox = Outbox(postgres_url)
+        async with made() as app:
+            await app.ready()
+            await outbox.publish(sql, "mail", 1)
+            await begun.wait()
+        async with made() as app:
+            await app.ready()
+            await outbox.publish(sql, "mail", 2)
+            await until(lambda: ended == [1, 2], f"both are handled: {ended}", LIMIT)
+    assert calls == ([1, 2] if ends else [1, 1, 2])
 
 
 @pytest.fixture

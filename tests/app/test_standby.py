@@ -105,7 +105,8 @@ async def test_a_replica_that_has_lost_the_stream_consumes_no_more(
             first, second = second, first
         await first.is_now("active")
         await first.publish(1, 2)
-        await first.is_now("degraded")  # it has parked them
+        explain = first.app.explain
+        await until(lambda: "2 items parked" in explain("consumer-mail"), "parked", LIMIT)
         first.resume.clear()
         await first.publish(3)
         await until(lambda: first.calls == [1, 2, 3], "it has the third", LIMIT)

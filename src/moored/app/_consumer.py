@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import psycopg
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
-from moored.kernel import Child, MooredError, counted, describe, first_of
+from moored.kernel import Child, MooredError, counted, describe, first_of, patiently
 from moored.kernel.prometheus import counter, gauge
 from moored.postgres import ConnectionState, Reset
 from moored.service import Part, Wiring
@@ -26,11 +26,14 @@ __all__ = ["Handle", "consumer_part"]
 
 log = logging.getLogger("moored.app")
 
+T = TypeVar("T")
 Handle: TypeAlias = Callable[[Any], Awaitable[None]]
 
 #: Seconds between two looks at the health, and while items are parked, for retries that operators
 #: have asked for.
 LOOK = 2.0
+#: Seconds that the function may take to end when the consumer is stopped.
+FINISH = 2.0
 #: Parked items in an explanation.
 SHOWN = 3
 
@@ -112,20 +115,35 @@ class _Consumer(Collector):
 
     async def _consume(self, ctx: ComponentContext, items: AsyncIterator[Item | Reset]) -> None:
         async for item in items:
-            again, self._in_hand = self._in_hand is not None, item
-            handled = await self._handle_or_park(item)
-            self._in_hand = None
-            if isinstance(item, Reset):
-                self._resets += 1
-            else:
-                await item.ack()
-                self._last = self._source.position(item)
-                if handled:
-                    self._handled += 1
-                    ctx.healthy()
-            if again:
-                self._why = ""
-            self._report(ctx)
+            await self._finished(self._take(ctx, item))
+
+    async def _finished(self, step: Coroutine[Any, Any, T]) -> T:
+        """Await a step, which may end when the consumer is stopped: otherwise it is done twice."""
+        task = asyncio.ensure_future(step)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved
+        loop = asyncio.get_running_loop()
+
+        def stop() -> None:
+            loop.call_later(0.0 if self._standby_of else FINISH, task.cancel)
+
+        await patiently(task, stop)
+        return task.result()
+
+    async def _take(self, ctx: ComponentContext, item: Item | Reset) -> None:
+        again, self._in_hand = self._in_hand is not None, item
+        handled = await self._handle_or_park(item)
+        self._in_hand = None
+        if isinstance(item, Reset):
+            self._resets += 1
+        else:
+            await item.ack()
+            self._last = self._source.position(item)
+            if handled:
+                self._handled += 1
+                ctx.healthy()
+        if again:
+            self._why = ""
+        self._report(ctx)
 
     async def _handle_or_park(self, item: Item | Reset) -> bool:
         """Return True if the function has handled the item, and False if the item is parked."""
@@ -168,7 +186,7 @@ class _Consumer(Collector):
             while parked.items:
                 # Taken in the function's turn, so that its failure with another item cancels none.
                 async with self._turn:
-                    if not await parked.retry(self._call):
+                    if not await self._finished(parked.retry(self._call)):
                         return
         except (psycopg.Error, OSError, MooredError) as error:
             log.info("%s reads its parked items later: %s", self._name, describe(error))
