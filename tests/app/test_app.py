@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from tests.rpc.servers import EchoServer
 
 import moored
 from moored.app import App, AppError, ComponentContext
-from moored.broker import ApiKeys, LiveEvent, MemorySource
+from moored.broker import ApiKeys, LiveEvent, MemorySource, SourceEvent, SourceGap
 from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Backoff
 from moored.postgres import Health, Outbox, Reset, Transaction
@@ -716,6 +716,18 @@ async def test_an_app_that_leaves_a_task_behind_fails_its_test(
         async with running_app(app):
             pass
     left[0].cancel()
+
+
+async def test_a_broker_whose_source_has_not_begun_leaves_nothing_behind() -> None:
+    class Silent(MemorySource):
+        async def events(self) -> AsyncGenerator[SourceEvent | SourceGap]:
+            await asyncio.Event().wait()
+            yield SourceGap("never")
+
+    app = with_part()
+    app.broker(Silent(), channels=["a"])
+    async with running_app(app):
+        pass
 
 
 async def test_a_pool_leaves_nothing_behind(postgres_url: str) -> None:

@@ -202,10 +202,14 @@ class Broker:
 
     async def __aenter__(self) -> Self:
         await self._supervisor.start()
-        if self._source is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(READY):
-                    await self._begun.wait()
+        try:
+            if self._source is not None:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(READY):
+                        await self._begun.wait()
+        except BaseException:  # cancelled
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
