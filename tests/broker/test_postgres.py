@@ -152,6 +152,15 @@ async def test_slow_read_of_the_history_is_cancelled_on_the_server(
                 await asyncio.sleep(0.02)
 
 
+async def test_client_that_came_before_the_first_event_resumes_at_the_beginning(url: str) -> None:
+    async with Outbox(url) as outbox, node(url) as broker, asyncio.timeout(60):
+        async with broker.subscribe(ACME) as stream:
+            start = stream.start
+        await publish(url, outbox, {"org_id": ACME}, ACME)
+        async with broker.subscribe(ACME, after=start) as stream:
+            assert isinstance(await anext(stream), LiveEvent)
+
+
 async def test_tenant_column_decides(url: str) -> None:
     async with node(url) as broker, Outbox(url) as outbox, broker.subscribe(OTHER) as stream:
         for tenant in (ACME, OTHER.replace("-", ""), None, OTHER):

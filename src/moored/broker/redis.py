@@ -28,7 +28,7 @@ __all__ = ["RedisEvents"]
 
 #: Milliseconds for which a read waits on the server, and how many entries it returns.
 BLOCK, BATCH = 5_000, 500
-#: The entries that the server looks through for a replay before it answers other clients.
+#: The entries that the server reads for a replay at most before it answers other clients.
 LOOK = 1_000
 #: Seconds for the answer to a command, which may have waited.
 TIMEOUT = 10.0
@@ -37,24 +37,83 @@ LARGEST = 2**64 - 1
 Position = tuple[int, int]
 START: Position = (0, 0)
 
-# Entries after an id that are of a tenant, or name their tenant in the payload. A client that was
-# away for 90,000 entries of others would otherwise have all of them sent here.
-_REPLAY = """
-local after, tenant, limit, look = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
-local entries = redis.call('XRANGE', KEYS[1], after, '+', 'COUNT', look + 1)
-local first = 1
-if after ~= '0-0' then
-    if not entries[1] or entries[1][1] ~= after then return false end
-    first = 2
+# A second key has the id of the last entry of each tenant, and each entry that of the one before of
+# its tenant, so that a replay reads what its tenant has. `since` is the id after which this is
+# complete, and `newest` the last entry that it knows: another one was added in another way.
+_PUBLISH = """
+local stream, index = KEYS[1], KEYS[2]
+local id, keep, tenant = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local newest = redis.call('HGET', index, 'newest')
+if not newest or redis.call('XRANGE', stream, '(' .. newest, '+', 'COUNT', 1)[1] then
+    local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+    redis.call('DEL', index)
+    redis.call('HSET', index, 'since', last and last[1] or '0-0')
 end
-local found, last = {}, after
-for at = first, #entries do
-    local fields, own = entries[at][2], true
-    for name = 1, #fields, 2 do
-        if fields[name] == 'tenant' then own = fields[name + 1] == tenant end
+local fields = {unpack(ARGV, 4)}
+fields[#fields + 1] = 'before'
+fields[#fields + 1] = redis.call('HGET', index, tenant) or ''
+id = redis.call('XADD', stream, 'MAXLEN', '~', keep, id, unpack(fields))
+redis.call('HSET', index, 'newest', id, tenant, id)
+if tenant == 'gap' or redis.call('HLEN', index) > keep + 3 then
+    redis.call('DEL', index)
+    redis.call('HSET', index, 'since', id, 'newest', id)
+end
+return id
+"""
+
+# Entries after an id that are of a tenant, or name their tenant in the payload; nil if some are
+# missing. Without knowledge of the tenant's last entries, those of all tenants are looked through.
+_REPLAY = """
+local stream, index = KEYS[1], KEYS[2]
+local after, tenant, limit, look = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+local function larger(one, other)
+    if #one ~= #other then return #one > #other end
+    return one > other
+end
+local function newer(one, other)
+    local time, number = string.match(one, '(%d+)-(%d+)')
+    local other_time, other_number = string.match(other, '(%d+)-(%d+)')
+    if time ~= other_time then return larger(time, other_time) end
+    return larger(number, other_number)
+end
+local function by_name(flat)
+    local found = {}
+    for at = 1, #flat, 2 do found[flat[at]] = flat[at + 1] end
+    return found
+end
+local function from_index()
+    local newest, since, own, shared =
+        unpack(redis.call('HMGET', index, 'newest', 'since', 'of ' .. tenant, 'all'))
+    if not newest or newer(since, after) or (shared and newer(shared, after)) then return end
+    if redis.call('XRANGE', stream, '(' .. newest, '+', 'COUNT', 1)[1] then return end
+    local found = {}
+    while own and own ~= '' and newer(own, after) do
+        local entry = redis.call('XRANGE', stream, own, own)[1]
+        if not entry or #found == look / 2 then return end
+        table.insert(found, entry)
+        own = by_name(entry[2]).before
     end
-    last = entries[at][1]
-    if own then found[#found + 1] = entries[at] end
+    local page = {}
+    for at = #found, math.max(1, #found - limit + 1), -1 do table.insert(page, found[at]) end
+    return {#page > 0 and page[#page][1] or after, page}
+end
+if after ~= '0-0' then
+    if not redis.call('XRANGE', stream, after, after)[1] then return false end
+elseif redis.call('EXISTS', stream) == 1 then
+    local state = by_name(redis.call('XINFO', 'STREAM', stream))
+    if state['entries-added'] ~= state.length then return false end
+end
+local answer = from_index()
+if answer then return answer end
+local found, last = {}, after
+for _, entry in ipairs(redis.call('XRANGE', stream, '(' .. after, '+', 'COUNT', look)) do
+    local fields, own = entry[2], true
+    for at = 1, #fields, 2 do
+        if fields[at] == 'gap' then return false end
+        if fields[at] == 'tenant' then own = fields[at + 1] == tenant end
+    end
+    last = entry[1]
+    if own then found[#found + 1] = entry end
     if #found == limit then break end
 end
 return {last, found}
@@ -78,7 +137,10 @@ class RedisEvents:
         self._key = key
         self._keep = keep
         self._last: Position | None = None
+        # In a cluster, both keys are in one slot.
+        self._keys = [key, f"{key}:tenants" if "{" in key else f"{{{key}}}:tenants"]
         self._replay: Any = self._client.register_script(_REPLAY)
+        self._publish: Any = self._client.register_script(_PUBLISH)
 
     async def publish(self, channel: str, payload: str, *, tenant: str | None = None) -> str:
         """Add an event, and return its id.
@@ -86,10 +148,7 @@ class RedisEvents:
         Raises redis-py's `ConnectionError` if the connection was lost: the event may have been
         added or not.
         """
-        fields = {"channel": channel, "payload": payload}
-        if tenant is not None:
-            fields["tenant"] = tenant
-        return str(await self._add(fields))
+        return await self._add("*", channel, payload, tenant)
 
     async def copy(self, outbox: OutboxLike) -> None:
         """Copy the events of an outbox into the stream, without end.
@@ -97,29 +156,45 @@ class RedisEvents:
         Run it in one process at a time, for example under an exclusive lease; the next one goes on
         where the last one ended, at the cursor in the key `<key>:cursor`. An entry has the order of
         the outbox as its id, so copying an event twice has no effect. If the outbox is reset, the
-        stream is emptied.
+        stream is emptied, and the copy goes on with the events from then on: every subscriber gets
+        a reset, also one that resumes later.
         """
         cursor = f"{self._key}:cursor"
-        async for batch in outbox.tail(await self._run(self._client.get(cursor))):
+        after = await self._run(self._client.get(cursor))
+        async for batch in outbox.tail(after):
+            at = outbox.place(batch.cursor)
             if batch.reset is not None:
-                await self._run(self._client.delete(self._key))
+                await self._run(self._client.delete(*self._keys))
+                await self._copy(at, gap=batch.reset.reason)
+            elif after is None:
+                await self._copy(at, gap="the copy of the outbox has begun")
             for event in batch.events:
-                fields = {"channel": event.channel, "payload": event.payload}
-                if event.tenant is not None:
-                    fields["tenant"] = event.tenant
-                await self._copy(_text(divmod(outbox.place(event.cursor), LARGEST + 1)), fields)
+                found = event.channel, event.payload, event.tenant
+                await self._copy(outbox.place(event.cursor), *found)
             await self._run(self._client.set(cursor, batch.cursor))
+            after = batch.cursor
 
-    async def _copy(self, id: str, fields: dict[str, str]) -> None:
+    async def _copy(self, at: int, *event: Any, gap: str = "") -> None:
+        if not at:
+            return  # before the first event of an outbox nothing can be missing
+        id = _text(divmod(at, LARGEST + 1))
         try:
-            await self._add(fields, id)
+            await (self._insert(id, "gap", gap=gap) if gap else self._add(id, *event))
         except ResponseError as error:
             if "equal or smaller" not in str(error):
                 raise  # else another process has copied it
 
-    async def _add(self, fields: dict[str, str], id: str = "*") -> Any:
-        command = self._client.xadd(self._key, fields, id, maxlen=self._keep, approximate=True)
-        return await self._run(command)
+    async def _add(self, id: str, channel: str, payload: str, tenant: str | None) -> str:
+        if tenant is None:
+            return await self._insert(id, "all", channel=channel, payload=payload)
+        fields = {"channel": channel, "payload": payload, "tenant": tenant}
+        return await self._insert(id, f"of {tenant}", **fields)
+
+    async def _insert(self, id: str, of: str, **fields: str) -> str:
+        """Add an entry, and note in the index of whom it is."""
+        flat = [each for pair in fields.items() for each in pair]
+        command = self._publish(keys=self._keys, args=[id, self._keep, of, *flat])
+        return str(await self._run(command))
 
     async def _run(self, command: Awaitable[Any]) -> Any:
         """Return the answer to a command; raises `TimeoutError` if the server has vanished."""
@@ -144,9 +219,9 @@ class RedisEvents:
                 yield SourceGap("entries of the Redis stream were lost", _text(self._last))
                 continue
             yield None
-            for event in found:
-                self._last = event.position
-                yield event
+            for item in found:
+                self._last = self.position(item.id)
+                yield item
             if not found:
                 seen = {self._key: _text(self._last)}
                 await self._run(self._client.xread(seen, count=1, block=BLOCK))
@@ -157,7 +232,7 @@ class RedisEvents:
         """Return the two numbers of an entry's id."""
         time, _, number = id.partition("-")
         found = int(time), int(number)
-        if found == START or not all(0 <= each <= LARGEST for each in found):
+        if not all(0 <= each <= LARGEST for each in found):
             raise HistoryLost("the event id is not one of a Redis stream")
         return found
 
@@ -166,11 +241,11 @@ class RedisEvents:
     ) -> list[SourceEvent]:
         """Return entries of the tenant after a position.
 
-        The server leaves out the other tenants' entries, `LOOK` at a time.
+        Where the server does not know which these are, it looks through all, `LOOK` at a time.
         """
         while True:
             asked = [_text(after), tenant, limit, LOOK]
-            answer = await self._run(self._replay(keys=[self._key], args=asked))
+            answer = await self._run(self._replay(keys=self._keys, args=asked))
             if answer is None:
                 raise HistoryLost("the history does not reach back to the event id")
             last, entries = answer
@@ -186,7 +261,7 @@ class RedisEvents:
         entries = await self._run(self._client.xrevrange(self._key, count=1))
         return self.position(entries[0][0]) if entries else START
 
-    async def _after(self, position: Position, count: int) -> list[SourceEvent] | None:
+    async def _after(self, position: Position, count: int) -> list[SourceEvent | SourceGap] | None:
         """Return entries after a position; None if the entry there is gone.
 
         The oldest entries are removed first: if the one at the position exists, so do all later
@@ -198,7 +273,10 @@ class RedisEvents:
             if not entries or entries[0][0] != id:
                 return None
             del entries[0]
-        return [_event(*entry) for entry in entries]
+        return [
+            SourceGap(fields["gap"], id) if "gap" in fields else _event(id, fields)
+            for id, fields in entries
+        ]
 
 
 def _text(position: Position) -> str:
