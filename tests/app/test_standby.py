@@ -12,7 +12,7 @@ import pytest
 from tests.reservoir.harness import until
 
 from moored.app import App
-from moored.postgres import Outbox, OutboxEvent, Reset
+from moored.postgres import Outbox, OutboxEvent, Postgres, Reset, Transaction
 from moored.postgres.parking import list_parked, retry_parked
 from moored.service import Config
 
@@ -55,6 +55,11 @@ class Replica:
         async with self.pg.connection() as conn:
             for number in numbers:
                 await self.outbox.publish(conn, "mail", number)
+
+
+def state(app: App) -> str:
+    """Return the health of a consumer of changes."""
+    return app._running().view.parts()["consumer-search"]
 
 
 async def retry_all(url: str) -> None:
@@ -124,3 +129,44 @@ async def test_a_replica_that_has_lost_the_stream_consumes_no_more(
         await until(lambda: second.handled == [3, 1, 2], "the parked ones are handled", LIMIT)
         assert first.calls == [1, 2, 3]
         assert first.handled == []
+
+
+async def test_a_consumer_that_stood_by_goes_on_where_the_other_has_stopped(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    """Also with a state directory of its own: the slot has what was not acknowledged."""
+
+    def made(name: str) -> tuple[App, Postgres, list[Any]]:
+        app, items = App(name, config=Config()), list[Any]()
+        pg = app.postgres(postgres_url, state_dir=tmp_path / name, stream_id="replicas")
+
+        @app.consumer(pg, "search", tables=["orders"], on_poison="park")
+        async def index(item: Transaction | Reset) -> None:
+            items.append(
+                "reset" if isinstance(item, Reset) else [row.new and row.new["id"] for row in item]
+            )
+            if name == "first":
+                await asyncio.Event().wait()
+
+        return app, pg, items
+
+    (first, _, taken), (second, pg, handled) = made("first"), made("second")
+    async with (
+        await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as conn,
+        AsyncExitStack() as outer,
+        AsyncExitStack() as inner,
+    ):
+        await conn.execute("create table orders (id int primary key)")
+        await inner.enter_async_context(first)
+        await until(lambda: state(first) == "active", "the first streams", LIMIT)
+        await outer.enter_async_context(second)
+        await until(lambda: state(second) == "waiting", "the second stands by", LIMIT)
+        await conn.execute("insert into orders values (1)")
+        await until(lambda: bool(taken), "the first has it", LIMIT)
+        await conn.execute("insert into orders values (2)")
+        async with conn.transaction():
+            await conn.execute("lock table moored.parked")  # so its stream begins before it reads
+            await inner.aclose()
+            await pg.wait_until_active(LIMIT)
+        await until(lambda: len(handled) == 2, "the second has both", LIMIT)
+    assert handled == [[1], [2]]

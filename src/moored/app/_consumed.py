@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, aclosing
+from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, Protocol
 
 from moored.kernel import Child, counted, duration
@@ -34,6 +34,9 @@ class Consumed(Protocol):
 
     def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
         """Return the items that are not acknowledged yet."""
+
+    def standing_by(self) -> AbstractAsyncContextManager[object]:
+        """Keep the consumer's place while another instance has the stream."""
 
     def passed(self, items: Any, item: Item | Reset) -> bool:
         """Whether an item that has failed here does not come again: another process had it."""
@@ -76,6 +79,9 @@ class TransactionsOfStream:
 
     def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
         return aclosing(self._pg.changes(self._consumer, tables=self._tables))
+
+    def standing_by(self) -> AbstractAsyncContextManager[object]:
+        return self.attach()  # one that is unknown when the stream begins has a Reset
 
     def passed(self, items: Any, item: Item | Reset) -> bool:
         return False
@@ -131,6 +137,9 @@ class EventsOfOutbox:
 
     def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
         return self._outbox.consume(self._consumer, channels=self._channels, tenant=self._tenant)
+
+    def standing_by(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext()  # its cursor is in the database
 
     def passed(self, items: Any, item: Item | Reset) -> bool:
         return isinstance(item, OutboxEvent) and items.position >= item.id

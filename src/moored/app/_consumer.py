@@ -89,7 +89,10 @@ class _Consumer(Collector):
         # What has failed here, the other one gets.
         self._in_hand, self._why = None, self._source.not_ready
         standby = ConnectionState.WAITING_ON_LOCK
-        await stream.monitor.wait_until(lambda now: now.conn is not standby or bool(stream.fatal))
+        async with self._source.standing_by():
+            await stream.monitor.wait_until(
+                lambda now: now.conn is not standby or bool(stream.fatal)
+            )
         self._report(ctx)
 
     async def _stream_lost(self) -> None:
