@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import threading
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, event, make_url, text
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.ext.asyncio import AsyncEngine
 from tests.programs import run_program
 from tests.reservoir.engines import WAYS, Desk, SteppedClock, Way, terminate, unseen
 from tests.reservoir.harness import LIMIT, until
 
+from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import awaited
 from moored.reservoir.sqlalchemy import create_engine, reservoir_of
 
@@ -99,6 +103,24 @@ async def test_lost_connections_are_closed_in_the_events(way: Way, module_url: s
         await desk.ask()
         await until(lambda: not desk.now.closing and gauge.open <= 1, "the lost ones are closed")
     assert gauge.open == 0
+
+
+async def test_killed_connections_are_closed_in_the_events(way: Way) -> None:
+    """The server ends all its processes when one of them was killed."""
+    with SyncEmbeddedPostgres(stop_timeout=1.0) as server:
+        async with Desk(way, server.url, pool_size=3, max_overflow=0) as desk:
+            gauge = Gauge(desk.engine)
+            held = await desk.take_all(3)
+            pids = [await one.ask() for one in held]
+            await held[0].close()
+            os.kill(pids[1], signal.SIGKILL)
+            for one in held[1:]:
+                with suppress(SQLAlchemyError):
+                    await one.ask()
+                with suppress(SQLAlchemyError):  # it rolls back, and may find it out only then
+                    await one.close()
+            await until(lambda: gauge.open == 0, "the lost ones are closed")
+        assert (len(gauge.opened), gauge.open) == (3, 0)
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -207,6 +229,7 @@ def test_a_child_process_counts_only_its_own_connections(module_url: str) -> Non
 LOOPS = """
 import asyncio, gc, sys
 from sqlalchemy import event, text
+from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import awaited
 from moored.reservoir.sqlalchemy import create_async_engine
 
