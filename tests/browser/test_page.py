@@ -38,7 +38,8 @@ def shown(service: Running, chromium: Browser) -> Iterator[Page]:
 
 def test_the_page_shows_parts_tree_machines_and_events(service: Running, shown: Page) -> None:
     assert f"pid {service.process.pid}" in shown.text("#about")
-    assert shown.text("#sentence").startswith("Everything works: 2 parts, for ")
+    sentence = "document.querySelector('#sentence').innerText"
+    shown.until(f"{sentence}.startsWith('Everything works: 2 parts, for ')")
     postgres = "[data-part=postgres]"
     assert "active" in shown.text(postgres)
     paths = "[...document.querySelectorAll('#tree [data-path]')].map(node => node.dataset.path)"

@@ -66,7 +66,7 @@ def test_a_healthy_database_exits_with_0(world: World, capsys: Output) -> None:
     assert main(["doctor", world.url]) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first.startswith(f"database_url: PostgreSQL {world.server.version} at ")
-    assert last == "0 findings: 0 stop Moored"
+    assert last == "nothing found: the server has everything that Moored needs"
 
 
 def test_a_warning_exits_with_0_and_a_statement_stays_on_one_line(
@@ -80,7 +80,7 @@ def test_a_warning_exits_with_0_and_a_statement_stays_on_one_line(
     assert main(["doctor", world.url]) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     assert f"ALTER TABLE public.{name} REPLICA IDENTITY FULL;" in lines
-    assert lines[-1] == "1 finding: 0 stop Moored"
+    assert lines[-1] == "1 finding: none stops Moored"
 
 
 async def test_the_worst_finding_comes_first(world: World) -> None:

@@ -62,6 +62,11 @@ def test_an_event_has_text_time_and_cause(recorder: Recorder, clock: FakeClock) 
     assert len({event, event}) == 1
 
 
+def test_an_empty_cause_is_no_reason(recorder: Recorder) -> None:
+    event = recorder.record("db", "it is ready", cause="")
+    assert (event.because, event.cause_id) == ((), None)
+
+
 def test_an_event_cannot_be_changed(recorder: Recorder) -> None:
     event = recorder.record("link", "up")
     with pytest.raises(AttributeError):

@@ -98,6 +98,10 @@ def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
     (incident,) = it.outages.as_list()
     assert incident["lasted"] == 4
     assert list(incident["parts"]) == ["db", "broker"]
+    assert incident["lasted_of"] == {"db": 4, "broker": 3}
+    assert "; all parts" not in next(it.outages.lines("db"))
+    (first, *_) = it.outages.lines("broker")
+    assert first.endswith("; all parts worked again 4.0 s after the first had stopped")
     assert incident["because"] == ["no connection"]
     it.outages.report("db", "active", "starting", "once more")
     assert [each["lasted"] for each in it.outages.as_list()] == [None, 4]
@@ -106,16 +110,23 @@ def test_an_incident_lasts_until_all_its_parts_work_again() -> None:
     assert list(it.outages.lines("server")) == []
 
 
+def test_an_outage_without_a_reason_shows_none() -> None:
+    it = Incidents()
+    it.outages.report("db", "active", "starting", "")
+    assert it.outages.as_list()[0]["because"] == []
+    assert len(list(it.outages.lines("db"))) == 1
+
+
 def test_the_cost_of_an_incident_includes_what_was_lost_before_it_was_noticed() -> None:
     it = Incidents()
     it.costs["sends unknown"] = 7
     it.outages.report("db", "active", "active", "")
     it.clock.advance(0.2)
-    it.costs["sends unknown"] += 3
+    it.costs["sends unknown"] += 1
     it.outages.report("db", "active", "starting", "no connection")
     it.costs["callers waited"] += 5
-    assert it.outages.as_list()[0]["cost"] == {"sends unknown": 3, "callers waited": 5}
+    assert it.outages.as_list()[0]["cost"] == {"sends unknown": 1, "callers waited": 5}
     it.outages.report("db", "starting", "active", "")
     it.costs["callers waited"] += 100  # after it
-    assert it.outages.as_list()[0]["cost"] == {"sends unknown": 3, "callers waited": 5}
-    assert list(it.outages.lines("db"))[-1] == "  cost     sends unknown: 3, callers waited: 5"
+    assert it.outages.as_list()[0]["cost"] == {"sends unknown": 1, "callers waited": 5}
+    assert list(it.outages.lines("db"))[-1] == "  cost     1 send unknown, 5 callers waited"

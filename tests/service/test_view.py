@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.kernel.fake_clock import FakeClock
 
 import moored
 from moored.kernel import Chart, Clock, Machine, Recorder, StatusMonitor, Supervisor, Tree
@@ -75,10 +76,58 @@ def test_the_sentence_names_a_required_part_before_an_optional_one() -> None:
     root = Tree("app", "running", 0.0)
     view = View(lambda: root, monitor, health, Recorder(), Clock.system())
     health.report("extra", "failed")
-    assert view.sentence() == "Not ready: db is starting; also affected: extra."
+    assert view.sentence() == "Not ready: db is starting; and extra is failed."
     health.report("db", "degraded")
     monitor.set("b", owner="nobody")
-    assert view.sentence() == "The service works, but extra is failed; also affected: db."
+    assert view.sentence() == "The service works, but extra is failed; and db is degraded."
+
+
+@pytest.mark.parametrize(
+    ("bad", "sentence"),
+    [
+        ("db pool", "db is failed; also affected: pool."),  # of the same server
+        ("db search", "db is failed; also affected: search."),  # it comes after it
+        ("db pool search", "db is failed; also affected: pool, search."),
+        ("db vectors", "db is failed; and vectors is failed."),
+        ("db search vectors", "db is failed; also affected: search; and vectors is failed."),
+        ("search live", "search is failed; and live is failed."),  # what they come after works
+        ("pool search", "pool is failed; and search is failed."),
+    ],
+)
+def test_the_sentence_calls_only_parts_affected_that_are_tied(bad: str, sentence: str) -> None:
+    ties = {
+        "db": ["10.0.0.1:5432"],
+        "pool": ["10.0.0.1:5432"],
+        "search": ["db"],
+        "live": ["db"],
+        "vectors": ["10.0.0.2:19530"],
+    }
+    health = PartHealth(dict.fromkeys(ties, ()))
+    monitor = StatusMonitor(["up"], health.status)
+    root = Tree("app", "running", 0.0)
+    view = View(lambda: root, monitor, health, Recorder(), Clock.system(), ties=ties)
+    for part in bad.split():
+        health.report(part, "failed")
+    assert view.sentence().endswith(f" {sentence}")
+
+
+def test_the_state_says_for_how_long_its_sentence_has_been_true() -> None:
+    clock = FakeClock()
+    health = PartHealth({"extra": (), "db": ()}, optional=["extra"])
+    monitor = StatusMonitor(["up"], health.status, clock=clock)
+    root = Tree("app", "running", 0.0)
+    view = View(lambda: root, monitor, health, Recorder(clock=clock), clock)
+    clock.advance(5)
+    assert view.as_dict()["sentence_for"] == 5
+    health.report("db", "failed", clock.monotonic())
+    clock.advance(2)
+    health.report("extra", "failed", clock.monotonic())
+    clock.advance(1)
+    assert view.as_dict()["sentence_for"] == 3  # it is about db
+    for part in ("db", "extra"):
+        health.report(part, "active", clock.monotonic())
+        clock.advance(4)
+    assert view.as_dict()["sentence_for"] == 4
 
 
 async def test_a_state_holds_the_newest_events_and_not_all() -> None:

@@ -232,7 +232,8 @@ class App:
         broker = Broker(reads, name=entry.name, recorder=self.recorder, **options)
         served = authenticate and BrokerApp(broker, authenticate, origins=origins)
         outbox = self._shared(source) if isinstance(source, Outbox) else None
-        self._add(broker_part(entry, broker, outbox, served))
+        ties = [part for pg, part in self._streams.items() if source is pg.outbox]
+        self._add(broker_part(entry, broker, outbox, served, ties))
         return broker
 
     @overload

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +54,9 @@ class PartEntry:
         """The name of the condition of this part."""
         return f"{self.name}_ready"
 
-    def part(self, build: Callable[[Wiring], Sequence[Child]], **more: Any) -> Part:
+    def part(
+        self, build: Callable[[Wiring], Sequence[Child]], ties: Iterable[str] = (), **more: Any
+    ) -> Part:
         """Return the part: its children are restarted without limit, with pauses."""
         return Part(
             self.name,
@@ -63,6 +65,7 @@ class PartEntry:
             strategy="one_for_one",
             intensity=None,
             required=self.required,
+            ties={*self.after, *ties},
             **more,
         )
 

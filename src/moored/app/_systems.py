@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol
@@ -26,6 +26,8 @@ from moored.service import (
     ShownPostgres,
     Wiring,
     broker_health,
+    cost_words,
+    place_of,
 )
 from moored.sessions import LastLoss, Sessions
 from moored.sessions.prometheus import SessionsCollector
@@ -104,7 +106,13 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
         shown,
         judge,
         collector=lambda: ReservoirCollector(pool),
+        ties=[_server_of(reservoir.place)],
     )
+
+
+def _server_of(place: str) -> str:
+    """Return the server of a place: "db:5432" of "db:5432/orders"."""
+    return place.partition("/")[0]
 
 
 def _waits(now: Statistics, place: str) -> str:
@@ -150,8 +158,8 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
     def costs() -> dict[str, int]:
         totals = sessions.totals().values()
         return {
-            "sends unknown": sum(each["unknown"] for each in totals),
-            "sends not sent": sum(each["not_sent"] for each in totals),
+            "messages of unknown outcome": sum(each["unknown"] for each in totals),
+            "messages not sent": sum(each["not_sent"] for each in totals),
         }
 
     def tree() -> Tree:
@@ -164,8 +172,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         losses = _described(_losses(sessions), Clock.current().monotonic())
         lines = [f"  lost     {each}" for each in losses]
         if lines and (cost := +Counter(costs())):
-            counts = ", ".join(f"{name}: {number}" for name, number in cost.items())
-            lines.append(f"  cost     {counts}, since the start")
+            lines.append(f"  cost     {cost_words(cost)}, since the start")
         return "\n".join(lines)
 
     shown = Shown(lambda: {"states": states(), "totals": sessions.totals()}, explain, tree, costs)
@@ -229,7 +236,11 @@ def event_source(source: Any) -> Any:
 
 
 def broker_part(
-    entry: PartEntry, broker: Broker, outbox: SharedOutbox | None, app: BrokerApp | None
+    entry: PartEntry,
+    broker: Broker,
+    outbox: SharedOutbox | None,
+    app: BrokerApp | None,
+    ties: Iterable[str],
 ) -> Part:
     """Return a part that feeds a broker, and serves its streams if it has an app."""
 
@@ -252,6 +263,7 @@ def broker_part(
         before_stop=lambda: broker.drain(over=DRAIN),
         public={} if app is None else dict.fromkeys(BROKER_PATHS, app),
         streams=0 if app is None else broker.max_streams,
+        ties=ties,
     )
 
 
@@ -272,4 +284,4 @@ def postgres_part(entry: PartEntry, pg: Postgres) -> Part:
 
         return [Child("manager", run, backoff=RETRY, shutdown=STOP_TIMEOUT)]
 
-    return entry.part(build)
+    return entry.part(build, ties=[_server_of(place_of(pg.settings.replication_url))])

@@ -69,6 +69,12 @@ def _show(console: Console, found: Examination) -> None:
         console.width = 10_000  # a statement stays on its line
     if found.findings:
         console.print(rows)
+    console.print(Text(_verdict(found)))
+
+
+def _verdict(found: Examination) -> str:
+    if not found.findings:
+        return "nothing found: the server has everything that Moored needs"
     stops = sum(each.severity is Severity.STOPS for each in found.findings)
-    stop = f"{stops} stop{'s' if stops == 1 else ''} Moored"
-    console.print(Text(f"{counted(len(found.findings), 'finding')}: {stop}"))
+    which = f"{stops} stop{'s' if stops == 1 else ''}" if stops else "none stops"
+    return f"{counted(len(found.findings), 'finding')}: {which} Moored"

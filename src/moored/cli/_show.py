@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moored.kernel import Tree, duration
-from moored.service import Setting
+from moored.service import Setting, cost_words
 
 __all__ = ["outages", "show_config", "show_explanation", "status", "tree", "tree_of"]
 
@@ -93,11 +93,16 @@ def outages(found: Iterable[Mapping[str, Any]]) -> Iterator[Text]:
         verb = ("were" if len(each["parts"]) > 1 else "was") if degraded else "did"
         how = f"{verb} {'degraded' if degraded else 'not work'} from {time} on"
         how_long = f"for {duration(lasted)}" if lasted is not None else "until now"
-        yield Text(f"  {', '.join(each['parts'])} {how}, {how_long}")
+        lasted_of = each.get("lasted_of", {})
+        if len(set(lasted_of.values())) > 1 and lasted is not None:
+            how_long += ", until all worked again"
+            parts = [f"{part} ({duration(one)})" for part, one in lasted_of.items()]
+        else:
+            parts = list(each["parts"])
+        yield Text(f"  {', '.join(parts)} {how}, {how_long}")
         yield from (Text(f"    because  {cause}") for cause in each["because"])
         if each["cost"]:
-            counts = (f"{name}: {number}" for name, number in each["cost"].items())
-            yield Text(f"    cost     {', '.join(counts)}")
+            yield Text(f"    cost     {cost_words(each['cost'])}")
 
 
 def tree(data: Mapping[str, Any]) -> Group:

@@ -143,7 +143,8 @@ class Faults:
                     )
                 )
                 recovery.healthy_after = clock.monotonic() - pressed
-                ctx.record(f"healthy again after {recovery.healthy_after:.2f} s", cause=cause)
+                text = "the load is served again from end to end, and every part is active"
+                ctx.record(f"{text}, {recovery.healthy_after:.2f} s after the press", cause=cause)
         except Exception as error:
             fault.end()
             recovery.failed = f"not healthy after {LIMIT:g} s"
@@ -163,7 +164,7 @@ class Faults:
         status = self._wiring.monitor.status()
         for each in self._wiring.monitor.conditions().values():
             detail = each.detail or each.name
-            if status != "active" and (not each.met or detail.startswith(f"{status}: ")):
+            if status != "active" and (not each.met or detail.startswith(status)):
                 return detail, now
         return None
 

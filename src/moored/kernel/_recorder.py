@@ -142,7 +142,7 @@ class Recorder:
         clock = self._fixed_clock or self._current_clock()
         cause_id = cause_component = None
         because: tuple[str, ...] = ()
-        if cause is not None:
+        if cause is not None and cause != "":
             cause_id, cause_component, because = _link(cause)
         self._newest = number = next(self._ids)
         event = _make(

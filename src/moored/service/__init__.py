@@ -25,10 +25,10 @@ from ._database import data_dir_of, state_dir_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
 from ._health import HTTP, READY_STATES, Status
 from ._parse import connection_string, is_loopback
-from ._part import Part, System, Wiring, costs_of
+from ._part import Part, System, Wiring, cost_words, costs_of
 from ._serve import serve
 from ._service import Service
-from ._shown_postgres import ShownPostgres
+from ._shown_postgres import ShownPostgres, place_of
 from ._token_file import stored_token
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -46,6 +46,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "System",
     "Wiring",
     "broker_health",
+    "cost_words",
     "costs_of",
     "refusal",
     # Configuration
@@ -59,6 +60,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "knobs",
     "load",
     "load_config",
+    "place_of",
     "state_dir_of",
     "stored_token",
     # Errors

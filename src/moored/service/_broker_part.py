@@ -68,6 +68,7 @@ def broker_parts(config: Config) -> Iterator[Part]:
             public=public,
             streams=config.broker_max_streams,
             required=False,
+            ties=["postgres"],
         )
 
 

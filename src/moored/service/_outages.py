@@ -16,6 +16,7 @@ from typing import Any
 from moored.kernel import Clock, Event, Recorder, duration
 
 from ._health import WORKING, Status, worst
+from ._part import cost_words
 
 __all__ = ["PartOutages"]
 
@@ -113,6 +114,7 @@ class PartOutages:
         return [
             {
                 "parts": {part: each.state for part, each in incident.outages.items()},
+                "lasted_of": {part: each.lasted for part, each in incident.outages.items()},
                 "wall": incident.first.wall,
                 "lasted": incident.lasted,
                 "because": self._all_causes(incident),
@@ -134,11 +136,14 @@ class PartOutages:
             end = _time(outage.wall + outage.lasted)
             how = "was degraded" if outage.state == "degraded" else "did not work"
             lasted = duration(outage.lasted)
-            yield f"  before   {part} {how} for {lasted}, from {_time(outage.wall)} to {end}"
-        for words in self._causes(incident, part) or [outage.detail]:
+            line = f"  before   {part} {how} for {lasted}, from {_time(outage.wall)} to {end}"
+            if (whole := incident.lasted) is not None and whole > outage.lasted:
+                line += f"; all parts worked again {duration(whole)} after the first had stopped"
+            yield line
+        for words in filter(None, self._causes(incident, part) or [outage.detail]):
             yield f"  because  {words}"
         if cost := self._cost(incident):
-            yield f"  cost     {', '.join(f'{name}: {number}' for name, number in cost.items())}"
+            yield f"  cost     {cost_words(cost)}"
 
     def _open(self) -> _Incident | None:
         return self._incidents[-1] if self._incidents and not self._incidents[-1].over else None
@@ -162,7 +167,9 @@ class PartOutages:
 
     def _all_causes(self, incident: _Incident) -> list[str]:
         found = (words for part in incident.outages for words in self._causes(incident, part))
-        return list(dict.fromkeys(found))[:MAX_CAUSES] or [incident.first.detail]
+        return list(dict.fromkeys(found))[:MAX_CAUSES] or [
+            each for each in (incident.first.detail,) if each
+        ]
 
     def _causes(self, incident: _Incident, part: str) -> list[str]:
         return incident.outages[part].causes if incident.over else self._failures(incident, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from moored.kernel import Child, Clock, Machine, MooredError, Recorder, StatusMo
 
 from ._health import Status
 
-__all__ = ["Part", "System", "Wiring", "costs_of"]
+__all__ = ["Part", "System", "Wiring", "cost_words", "costs_of"]
 
 StrategyName = Literal["one_for_one", "one_for_all", "rest_for_one"]
 
@@ -35,8 +36,17 @@ class System(Protocol):
         """Return the system's own supervision tree, shown below the child that runs it."""
 
 
+def cost_words(costs: Mapping[str, int]) -> str:
+    """Return costs as text: "3 calls failed, 1 caller waited"."""
+    # The names begin with a plural.
+    words = {
+        name: re.sub(r"s\b", "", name, count=1) if n == 1 else name for name, n in costs.items()
+    }
+    return ", ".join(f"{number} {words[name]}" for name, number in costs.items())
+
+
 def costs_of(systems: Iterable[System]) -> Counter[str]:
-    """Return the counts of failures that callers have noticed, by name, such as "sends unknown".
+    """Return the counts of failures that callers have noticed, by name, such as "calls failed".
 
     Only systems with a method `costs()` are counted.
     """
@@ -111,3 +121,6 @@ class Part:
     #: Whether the service is not ready while this part is not: it cannot serve requests. Without
     #: it the service is degraded instead, and `/v1/health` still returns 200.
     required: bool = True
+    #: The parts that this one depends on, and its servers as "host:port": of two parts that fail,
+    #: one may be the cause of the other only if they have one of these in common.
+    ties: Collection[str] = ()

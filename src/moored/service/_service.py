@@ -116,6 +116,7 @@ class Service:
             started=lambda: self._has_been_ready,
             outage_of=self._outages.lines,
             outages=self._outages.as_list,
+            ties={part.name: part.ties for part in parts},
             address=address_of(config, sockets),
         )
         streams = BrowserStreams()
@@ -207,7 +208,7 @@ class Service:
         before = self._part_health.states(self.monitor.conditions())[part]
         self._part_health.report(part, state, self._clock.monotonic())
         # The detail contains the state: a condition with an unchanged detail notifies no one.
-        text = detail if state == "active" else f"{state}: {detail}"
+        text = detail if state == "active" else ": ".join(filter(None, (state, detail)))
         for name in self._part_health.conditions(part):
             if state in READY_STATES:
                 self.monitor.set(name, owner="nobody", detail=text)
@@ -228,8 +229,8 @@ class Service:
         elif is_ready and not was_ready:
             self._say(f"ready again after {now - self._inactive_since:.1f} s")
         elif is_ready and change.status != change.previous:
-            why = (detail or "").removeprefix(f"{change.status}: ")
-            self._say(f"{change.status} now: {why}")
+            why = (detail or "").removeprefix(change.status).removeprefix(": ")
+            self._say(": ".join(filter(None, (f"{change.status} now", why))))
 
     def __repr__(self) -> str:
         return f"<Service at {self.view.address}: {self.view.status}>"

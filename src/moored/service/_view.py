@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -54,6 +54,8 @@ class View:
     machines: Mapping[Machine, str] = field(default_factory=dict)
     #: The systems of the parts, by the path of the child that runs each.
     systems: Mapping[str, System] = field(default_factory=dict)
+    #: What the parts depend on: other parts, and servers.
+    ties: Mapping[str, Collection[str]] = field(default_factory=dict)
     #: The URL of the service.
     address: str = ""
     #: Returns the last outage of a part as lines of an explanation.
@@ -113,6 +115,7 @@ class View:
             "started": self.started(),
             "degraded": self.degraded(),
             "sentence": self.sentence(),
+            "sentence_for": self._sentence_for(),
             "parts": self.parts(),
             "conditions_of": {part: self.part_health.conditions(part) for part in self.parts()},
             "kinds": {self._label(path): _kind(path) for path in self.systems},
@@ -141,14 +144,44 @@ class View:
             standby = ", ".join(part for part in states if states[part] == "waiting")
             also = f"; standing by for another instance: {standby}" if standby else ""
             return f"Everything works: {counted(len(states), 'part')}{also}."
-        effect = {part: self.part_health.effect(part, state) for part, state in bad.items()}
-        severity = list(HTTP).index
-        part = max(bad, key=lambda each: (severity(effect[each]), severity(bad[each])))
-        why = ": ".join([bad[part], *self.reasons(part)])
-        others = ", ".join(each for each in bad if each != part)
-        also = f"; also affected: {others}" if others else ""
+        part = self._worst(bad)
+        affected = self._tied_to(part, bad)
+        others = [f"{each} is {bad[each]}" for each in bad if each not in (part, *affected)]
+        clauses = [f"{part} is {': '.join([bad[part], *self.reasons(part)])}"]
+        clauses += [f"also affected: {', '.join(affected)}"] if affected else []
+        clauses += [f"and {', '.join(others)}"] if others else []
         ready = "The service works, but" if self.status in READY_STATES else "Not ready:"
-        return f"{ready} {part} is {why}{also}."
+        return f"{ready} {'; '.join(clauses)}."
+
+    def _sentence_for(self) -> float:
+        """Return for how many seconds the sentence has been true."""
+        states = self.parts()
+        bad = {part: states[part] for part in self.degraded()}
+        parts = [self._worst(bad)] if bad else list(states)
+        conditions = self.monitor.conditions()
+        began = max((self.part_health.since(part, conditions) for part in parts), default=0.0)
+        return self.clock.monotonic() - max(began, self._began)
+
+    def _worst(self, bad: Mapping[str, Status]) -> str:
+        severity = list(HTTP).index
+
+        def rank(part: str) -> tuple[int, int]:
+            return severity(self.part_health.effect(part, bad[part])), severity(bad[part])
+
+        return max(bad, key=rank)
+
+    def _tied_to(self, part: str, bad: Mapping[str, Status]) -> list[str]:
+        """Return the parts in `bad` that depend on this one, on what it depends on, and so on.
+
+        What works ties no parts together.
+        """
+        working = self.parts().keys() - bad.keys()
+        ties = {each: {each, *self.ties.get(each, ())} - working for each in bad}
+        common, found = ties[part], {part}
+        while more := {each for each in bad if each not in found and ties[each] & common}:
+            found |= more
+            common = common.union(*(ties[each] for each in more))
+        return [each for each in bad if each in found - {part}]
 
     def components(self) -> tuple[str, ...]:
         """Return the components that can be explained: all paths of the tree, and those that only
@@ -221,8 +254,9 @@ class View:
         """Yield the details of the conditions of a part."""
         state, conditions = self.parts()[part], self.monitor.conditions()
         for name in self.part_health.conditions(part):
-            if detail := conditions[name].detail:
-                yield detail.removeprefix(f"{state}: ")
+            detail = (conditions[name].detail or "").removeprefix(f"{state}: ")
+            if detail and detail != state:
+                yield detail
 
     def _outages_around(self, component: str) -> Iterator[str]:
         """Yield the last outage of each part whose system is above or below this path."""

@@ -8,7 +8,7 @@ function recoveryText(it) {
   if (it.failed) return it.failed;
   if (it.noticed_after === null) return "pressed, not noticed yet";
   if (it.healthy_after === null) return `noticed after ${seconds(it.noticed_after)}, recovering`;
-  return `noticed after ${seconds(it.noticed_after)}, healthy again after ${seconds(it.healthy_after)}`;
+  return `noticed after ${seconds(it.noticed_after)}, the load served again after ${seconds(it.healthy_after)}`;
 }
 
 // The buttons are made once and stay, so that they keep the focus; only the texts below them change.
@@ -46,7 +46,7 @@ function recovery(it, longest) {
   const done = it.healthy_after !== null;
   const word = it.failed ? "failed" : done ? "healthy" : "recovering";
   row.append(make("span", `badge ${it.failed ? "failed" : done ? "active" : "waiting"}`, word));
-  if (done) row.append(make("strong", "took", `after ${seconds(it.healthy_after)}`));
+  if (done) row.append(make("strong", "took", `load served again after ${seconds(it.healthy_after)}`));
   row.append(make("span", "time", clockTime(it.wall)));
   shown.push(row);
   if (done) {

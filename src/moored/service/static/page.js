@@ -94,9 +94,9 @@ function outage(it) {
   const row = make("div", "row");
   const worst = Object.values(it.parts).every((state) => state === "degraded") ? "degraded" : "not working";
   if (it.lasted === null) row.append(make("span", "badge failed", worst));
-  else row.append(make("span", "badge active", "recovered"), make("strong", "took", duration(it.lasted)));
+  else row.append(make("span", "badge active", "recovered"), make("strong", "took", `all parts after ${duration(it.lasted)}`));
   row.append(make("span", "time", clockTime(it.wall)));
-  item.append(row, make("p", "name", Object.keys(it.parts).join(", ")));
+  item.append(row, make("p", "name", Object.entries(it.lasted_of).map(([name, lasted]) => (lasted === null ? name : `${name} ${duration(lasted)}`)).join(", ")));
   for (const cause of it.because) item.append(short(`because ${cause}`));
   const cost = costText(it.cost);
   if (cost) item.append(make("p", "detail", `cost: ${cost}`));
@@ -169,8 +169,8 @@ function showState(state) {
   showStatus(state.status);
   show("about", `${state.version} · pid ${state.pid} · `, timeSince(state.uptime, "up "));
   byId("service").textContent = state.tree.name;
-  const since = Math.min(...Object.values(state.conditions).map((each) => each.for));
-  show("sentence", state.sentence.replace(/\.$/, ""), ", ", timeSince(since), ".");
+  const since = state.sentence_for >= 1 ? [", ", timeSince(state.sentence_for)] : [];
+  show("sentence", state.sentence.replace(/\.$/, ""), ...since, ".");
   const faults = Object.keys(state.kinds).find((name) => state.kinds[name] === "faults");
   showFaults(faults && state[faults]);
   const parts = Object.keys(state.parts).filter((name) => name !== "http" && name !== faults);

@@ -38,7 +38,8 @@ const clockTime = (wall) => new Date(wall * 1000).toLocaleTimeString([], { hour1
 
 const counted = (number, noun) => `${number} ${noun}${number === 1 ? "" : "s"}`;
 
-const costText = (cost) => Object.entries(cost).map(([name, number]) => `${name}: ${number}`).join(", ");
+// The names begin with a plural: "callers waited".
+const costText = (cost) => Object.entries(cost).map(([name, number]) => `${number} ${number === 1 ? name.replace(/s\b/, "") : name}`).join(", ");
 
 function bytes(number) {
   const units = ["bytes", "kB", "MB", "GB", "TB"];
