@@ -15,7 +15,7 @@ import pytest
 from moored.kernel import Backoff, Clock, Recorder, Supervisor
 from moored.postgres._settings import Settings
 from moored.postgres.consume import StateStore
-from moored.postgres.manage import Stack
+from moored.postgres.manage import Stack, _manager
 from moored.postgres.manage._manager import Manager, SubsystemFailed
 from moored.postgres.manage._manager_core import Act, Action, Actions, Timer
 from moored.postgres.manage._parts import Parts
@@ -179,8 +179,9 @@ def test_tables_are_checked_every_minute_and_sooner_while_some_are_not_published
 
 
 def test_tables_that_consumers_wait_for_are_logged_when_they_change(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(_manager, "MARKER_EVERY", 3600.0)
     names = [f"tenant_{number}.a_table_with_a_long_name" for number in range(100)]
 
     async def scenario(sim: Sim) -> None:

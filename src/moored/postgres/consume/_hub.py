@@ -27,7 +27,7 @@ from ._continuity import NO_COMMIT, CommitMark, Continuity
 from ._followed_tables import FollowedTables
 from ._known import KnownConsumer, progress_of
 from ._progress import Progress
-from ._published import Published
+from ._published_tables import PublishedTables
 from ._store import GIVEN_UP, SLOT_CREATED, StateStore, StoredState, stored
 from ._tables import Followed, dump, load
 
@@ -58,7 +58,7 @@ class Hub:
         self._attached: weakref.WeakValueDictionary[str, Changes] = weakref.WeakValueDictionary()
         #: Whether `on_progress` was called since the last `flushed()`.
         self._progress_reported = False
-        self.published = Published()
+        self.published = PublishedTables()
         self.tables = FollowedTables(store, self._known, self.attached)
         #: The number of the check of the tables that runs, or that was the last one.
         self.checks = 0
@@ -78,8 +78,10 @@ class Hub:
         #: Called when the flush position may have moved, and when the stream must be restarted.
         self.on_progress: Callable[[], None] = lambda: None
         self.on_rewind: Callable[[], None] = lambda: None
-        #: Called when the tables of consumers must be checked: one attached, or a table changed.
+        #: Called when the tables of consumers must be checked: now, because a consumer attached or
+        #: was dropped, and soon, because a table may have changed.
         self.on_tables: Callable[[], None] = lambda: None
+        self.on_changed_tables: Callable[[], None] = lambda: None
         state = state or store.load()
         self._times_reset = state.resets.times
         self._take(state)
@@ -395,7 +397,7 @@ class Hub:
             if self.seen is None or end > self.seen:
                 self.seen = end
             if (described := committed.body.described) and self.tables.contradicted(described):
-                self.on_tables()
+                self.on_changed_tables()
 
     def _compare(self, difference: str | None) -> None:
         """End a stream of another history before any transaction of it is delivered."""
@@ -519,8 +521,8 @@ class Hub:
         return known.checked >= check
 
     def check_tables(self) -> int:
-        """Have the tables of consumers checked; return the number of the check."""
-        self.on_tables()
+        """Have the tables of consumers checked soon; return the number of the check."""
+        self.on_changed_tables()
         return self.checks + 1  # the one that runs may have queried the catalog before
 
     async def follow(

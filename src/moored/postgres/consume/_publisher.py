@@ -95,7 +95,7 @@ class Publisher:
         # A table that came in between, and goes again, leaves the catalog as it was before.
         if self._marker != await self._query_marker(conn):
             self._marker = []
-        self._report_gone(found)
+        self._report_gone(consumers, found)
         waiting: set[str] = set()
         followed: dict[str, str] = {}
         self._altered: set[str] = set()
@@ -131,9 +131,10 @@ class Publisher:
             await self._remove(conn, unused)
         unconfirmed, busy = self._unconfirmed(_alive(consumers), found), set[str]()
         if unconfirmed:
-            # If another program removes them again, the marker is again that of before.
-            self._marker = []
             confirmed, busy = await self._publish(conn, unconfirmed)
+            if confirmed:
+                # If another program removes them again, the marker is again that of before.
+                self._marker = []
             found = await self._query_tables(conn, consumers) | confirmed
         return found, busy
 
@@ -372,8 +373,10 @@ class Publisher:
                 if changes.schema_changes:
                     changes._put(found)
 
-    def _report_gone(self, found: Found) -> None:
-        wanted = {name for changes in self._hub.attached() for name in changes.tables}
+    def _report_gone(self, consumers: Consumers, found: Found) -> None:
+        # Of those that were looked up, and that were neither refused nor closed since then.
+        asked = set(_alive(consumers)).intersection(self._hub.attached())
+        wanted = {name for changes in asked for name in changes.tables}
         if new := wanted - found.keys() - self._gone:
             log.warning(
                 "tables of consumers no longer exist: %s; waiting until they are created again",

@@ -16,8 +16,9 @@ class SchemaChanged(NamedTuple):
     """The columns of a table are others than before, and no row was changed by that.
 
     A consumer of `changes(schema_changes=True)` gets one for each table that was altered, once,
-    soon after the change or when it attaches again. Transactions with the new columns may come
-    before it: the columns of a change are always those of its `relation`. A change of the columns
+    soon after the change or when it attaches again; one that it has not read when it is closed is
+    lost. Transactions with the new columns may come before it: the columns of a change are always
+    those of its `relation`. A change of the columns
     that changes rows, such as a new column with a default, is a `Reset` instead.
     """
 

@@ -48,6 +48,8 @@ WATCH_EVERY = 10.0
 #: How often the catalog is queried for changes of the consumers' tables, in seconds, and the part
 #: of the time that these queries may take at most.
 MARKER_EVERY, MARKER_LOAD = 1.0, 0.05
+#: The shortest time between two checks of the tables because the stream shows a change, in seconds.
+CHECK_PAUSE = 1.0
 #: The shortest time between two restarts of the stream for consumers that attach again, in seconds.
 REWIND_EVERY = 5.0
 #: How long the replication client may take to end before its connection is aborted, in seconds.
@@ -77,6 +79,9 @@ class Manager:
         self._unavailable_reported = False
         self._publisher = Publisher(self._hub, self._settings, self._emit)
         self._tables_changed = asyncio.Event()
+        # When the stream last led to a check, and how often in a row the catalog was not queried.
+        self._shown_at = -CHECK_PAUSE
+        self._unqueried = 0
         self._rewound_at = -REWIND_EVERY
         #: The text of a fatal error: it stops for good.
         self.fatal: str | None = None
@@ -128,6 +133,7 @@ class Manager:
         self._hub.on_progress = self._progress
         self._hub.on_rewind = self._rewind
         self._hub.on_tables = self._tables_changed.set
+        self._hub.on_changed_tables = self._check_tables_soon
         self._hub.pressure.on_change = self._paused
         try:
             await self._process_events()
@@ -302,20 +308,39 @@ class Manager:
                 async with asyncio.timeout(min(pause, left)):
                     await self._tables_changed.wait()
                     return
-            began = self._clock.monotonic()
-            if left > pause and await self._catalog_changed():
-                return
-            # A publication of thousands of tables must not load the server.
-            pause = max(MARKER_EVERY, (self._clock.monotonic() - began) / MARKER_LOAD)
+            if left > pause:
+                changed, took = await self._catalog_changed()
+                if changed:
+                    return
+                # A publication of thousands of tables must not load the server.
+                pause = max(MARKER_EVERY, took / MARKER_LOAD)
 
-    async def _catalog_changed(self) -> bool:
-        """Return whether the catalog has changed since the last check of the tables."""
+    async def _catalog_changed(self) -> tuple[bool, float]:
+        """Return whether the catalog has changed since the last check, and the query's seconds."""
         try:
             async with self.pools[Role.ADMIN].pool.connection(timeout=WATCH_EVERY) as conn:
-                return await self._publisher.changed(conn)
+                began = self._clock.monotonic()
+                changed = await self._publisher.changed(conn)
         except Exception as error:
-            log.debug("changes of the catalog could not be queried: %s", describe(error))
-            return False
+            self._unqueried += 1
+            # The first one may be that of a lost connection, which is reported anyway.
+            level = logging.WARNING if self._unqueried == 2 else logging.DEBUG
+            text = (
+                "the catalog cannot be queried for changes, but all tables are checked every %s: %s"
+            )
+            log.log(level, text, duration(self._settings.check_every), describe(error))
+            return False, 0.0
+        self._unqueried = 0
+        return changed, self._clock.monotonic() - began
+
+    def _check_tables_soon(self) -> None:
+        """Check the tables, but not as often as a busy stream shows changes of the schema."""
+        if "tables" not in self._timers:
+            self._timers.set("tables", self._shown_at + CHECK_PAUSE, self._check_tables_now)
+
+    def _check_tables_now(self) -> None:
+        self._shown_at = self._clock.monotonic()
+        self._tables_changed.set()
 
     async def _publish_tables(self) -> list[str] | None:
         """Publish the consumers' tables; return those that could not be, None if it failed."""

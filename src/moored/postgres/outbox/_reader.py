@@ -99,10 +99,14 @@ _MISSING = ("42P01", "3F000", "42883", "42703")
 
 
 class PsycopgPool(Protocol):
-    """A pool of psycopg connections: of the reservoir, of psycopg_pool, or a `Postgres`."""
+    """A pool of psycopg connections: of the reservoir, of psycopg_pool, or a `Postgres`.
+
+    Its connections may be in autocommit mode or not: statements that belong together are in a
+    `conn.transaction()` or sent as one query, and all is committed at the end at the latest.
+    """
 
     def connection(self) -> AbstractAsyncContextManager[psycopg.AsyncConnection[Any]]:
-        """Check out a connection, whose transaction is committed at the end."""
+        """Check out a connection; commit at the end, or roll back after an error."""
         ...
 
 

@@ -11,12 +11,15 @@ from ..decode import SCHEMA_SIGNAL
 __all__ = ["DROP_SCHEMA_TRIGGER", "SCHEMA_TRIGGER"]
 
 #: The statements that create the trigger. It writes about 100 bytes of WAL for each statement that
-#: defines a table or a publication, and can make none of these fail.
+#: defines a table or a publication, except temporary tables, and can make none of these fail.
 SCHEMA_TRIGGER = f"""\
 CREATE SCHEMA IF NOT EXISTS moored;
 CREATE OR REPLACE FUNCTION moored.schema_changed() RETURNS event_trigger
 LANGUAGE plpgsql SET search_path = pg_catalog AS $$
 BEGIN
+  IF (SELECT bool_and(schema_name = 'pg_temp') FROM pg_event_trigger_ddl_commands()) THEN
+    RETURN;
+  END IF;
   PERFORM pg_logical_emit_message(true, '{SCHEMA_SIGNAL}', '');
 EXCEPTION WHEN OTHERS THEN
   NULL;  -- the change of the schema is more important

@@ -8,10 +8,10 @@ from collections.abc import Callable, Collection, Iterable
 
 from ._consumer import Changes
 
-__all__ = ["Published"]
+__all__ = ["PublishedTables"]
 
 
-class Published:
+class PublishedTables:
     """The tables that are known to be published, and the consumers whose tables cannot be."""
 
     def __init__(self) -> None:
