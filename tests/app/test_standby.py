@@ -12,6 +12,7 @@ import pytest
 from tests.reservoir.harness import until
 
 from moored.app import App
+from moored.kernel import Backoff
 from moored.postgres import Outbox, OutboxEvent, Postgres, Reset, Transaction
 from moored.postgres.parking import list_parked, retry_parked
 from moored.service import Config
@@ -96,6 +97,24 @@ async def test_an_outbox_of_a_postgres_is_consumed_by_the_replica_that_streams(
         await second.is_now("active")
         await second.publish(4)
         await until(lambda: second.handled == [4], "the other one goes on", LIMIT)
+
+
+async def test_a_standby_whose_outbox_was_opened_late_says_that_it_stands_by(
+    replicas: tuple[Replica, Replica], postgres_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored.app._shared_outbox.RETRY", Backoff(0.05, 0.2))
+    first, second = replicas
+    async with first.app:
+        await first.is_now("active")
+        async with await psycopg.AsyncConnection.connect(postgres_url) as held:
+            # An installation that changes something waits for it, and fails.
+            await held.execute("drop function events.outbox_store; lock events.outbox_cursors")
+            monkeypatch.setattr("moored.postgres.outbox._reader.LOCK_TRIES", 1)
+            async with second.app:
+                explain = second.app.explain
+                await until(lambda: "cannot be changed" in explain("consumer-mail"), "no", LIMIT)
+                await held.rollback()
+                await second.is_now("waiting")
 
 
 async def test_a_replica_that_has_lost_the_stream_consumes_no_more(

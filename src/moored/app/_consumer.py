@@ -65,6 +65,8 @@ class _Consumer(Collector):
         self._report(ctx)  # first, because the items may be here already
         try:
             await self._source.opened()
+            self._reported = None  # while it was not open, that was the health
+            self._report(ctx)
             while True:
                 await self._stand_by(ctx)
                 await first_of(self._run(ctx), self._stream_lost())
