@@ -13,7 +13,9 @@ from tests.frozen import frozen
 from tests.reservoir.harness import until
 
 from moored.app import App
+from moored.broker import ApiKeys
 from moored.embedded import SyncEmbeddedPostgres
+from moored.postgres import OutboxEvent, Reset
 from moored.service import Config
 
 #: Seconds within which everything here happens, on a busy machine too.
@@ -47,9 +49,10 @@ async def test_every_link_tells_that_the_server_is_silent(
                 await conn.execute("select pg_sleep(0.05)")
             answers += 1
 
-    async def consume() -> None:
-        async for _ in pg.outbox.consume("test"):
-            pass
+    @app.consumer(pg.outbox, "mail")
+    async def mail(event: OutboxEvent | Reset) -> None: ...
+
+    app.broker(pg.outbox, name="live", authenticate=ApiKeys({"key": "acme"}))
 
     def health(part: str) -> str:
         assert app.service is not None
@@ -67,6 +70,8 @@ async def test_every_link_tells_that_the_server_is_silent(
     told: dict[str, Callable[[], object]] = {
         "db is degraded": lambda: health("db") == "degraded",
         "pg is degraded": lambda: health("pg") == "degraded",
+        "consumer is degraded": lambda: health("consumer-mail") == "degraded",
+        "broker is degraded": lambda: health("live") == "degraded",
         "db explains": lambda: f"{db.reservoir.place} has not answered for" in app.explain("db"),
         "stream explains": lambda: "the change stream for" in app.explain("pg"),
         "outbox explains": lambda: "had no answer of the server for" in app.explain("pg"),
@@ -81,7 +86,6 @@ async def test_every_link_tells_that_the_server_is_silent(
         await app.ready(LIMIT)
         await pg.outbox.install()
         async with asyncio.TaskGroup() as group:
-            consumer = group.create_task(consume())
             await until(lambda: sample("moored_outbox_unanswered_seconds") >= 0, "begun", LIMIT)
             for _ in range(callers):
                 group.create_task(call())
@@ -100,7 +104,6 @@ async def test_every_link_tells_that_the_server_is_silent(
                         await asyncio.sleep(0.05)
             await until(lambda: app.status == "active", "all is well", LIMIT)
             stop.set()
-            consumer.cancel()
 
 
 async def test_long_statements_are_not_a_silent_server(server: SyncEmbeddedPostgres) -> None:

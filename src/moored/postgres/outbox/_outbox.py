@@ -48,13 +48,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("moored.postgres")
 
-#: Seconds after which a statement without an answer is named in an explanation.
+#: Seconds after which a statement without an answer is told by `explain()` and `delayed`.
 UNANSWERED = 2.0
 #: Seconds between two runs of the upkeep, and after one that an open transaction has prevented.
 UPKEEP_EVERY, UPKEEP_AGAIN = 600.0, 60.0
 #: Seconds between two queries of the state, for metrics and warnings.
 WATCH_EVERY = 15.0
-#: A transaction that holds events back for so many seconds is logged, and told by `delayed`.
+#: A transaction that holds events back for so many seconds is logged, and told, too.
 HELD_TOO_LONG = 10.0
 #: Connections of an outbox that was given a URL.
 POOL_SIZE = 4
@@ -476,8 +476,8 @@ class Outbox:
         if installed == "notify" and self.wake == "stream":
             because.append("each publishing commit takes a lock of the whole server, for NOTIFY")
             so = "when every process runs this version, run `moored outbox install --wake stream`"
-        if (waited := self._reader.unanswered) > UNANSWERED:
-            because.append(f"it has had no answer of the server for {duration(waited)}")
+        if silent := self._silent:
+            because.append(f"it {silent}")
             so = "find out whether the server answers, and whether the pool has a connection for it"
         if found is not None and found.held_back is not None:
             because.append(f"delivery is held back: {found.held_back}")
@@ -485,11 +485,21 @@ class Outbox:
         return explained(f"{self.schema}: {head}", because, so)
 
     @property
-    def delayed(self) -> str:
-        """Why events come late for ten seconds now, and what to do; empty if they do not.
+    def _silent(self) -> str:
+        """For how long the server has not answered; empty if it answers."""
+        waited = self._reader.unanswered
+        if waited <= UNANSWERED:
+            return ""
+        return f"has had no answer of the server for {duration(waited)}"
 
-        The `last_status` says it.
+    @property
+    def delayed(self) -> str:
+        """Why events come late, and what to do; empty if they do not.
+
+        The server does not answer, or, by the `last_status`, holds events back for ten seconds.
         """
+        if silent := self._silent:
+            return f"the outbox {silent}"
         held = self.last_status and self.last_status.held_back
         if held is None or held.lasted < HELD_TOO_LONG:
             return ""
