@@ -120,3 +120,31 @@ async def test_a_mirror_that_is_restored_from_a_backup_gets_no_row_twice(
                     await sql.execute("insert into orders values (-3)")
         assert not restored.resets
         assert slow.name == "slow"
+
+
+async def test_rows_that_are_acknowledged_after_a_drop_do_not_continue_the_copy(
+    make: MakePostgres, sql: Sql
+) -> None:
+    """Changes between the drop and the next follower would be missed."""
+    async with make() as pg:
+        async with pg.follow("orders", consumer="c") as follow:
+            rows = await item_of(follow)
+            await pg.drop_consumer("c")
+            await rows.ack()
+        await sql.execute("insert into orders values (99)")
+        async with pg.follow("orders", consumer="c") as follow:
+            assert await copied(follow) == [*range(1, ROWS + 1), 99]
+
+
+async def test_rows_of_an_earlier_follower_do_not_overwrite_the_state_of_the_next(
+    make: MakePostgres, sql: Sql
+) -> None:
+    async with make() as pg:
+        async with pg.follow("orders", consumer="c", chunk_rows=20) as follow:
+            rows = await item_of(follow)
+        async with pg.follow("orders", consumer="c", chunk_rows=20) as follow:
+            assert await copied(follow) == list(range(1, ROWS + 1))
+        await rows.ack()
+        async with pg.follow("orders", consumer="c", chunk_rows=20) as follow:
+            await sql.execute("insert into orders values (99)")
+            assert isinstance(await item_of(follow), Transaction)

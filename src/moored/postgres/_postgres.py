@@ -440,7 +440,6 @@ class Postgres:
     async def drop_consumer(self, name: str) -> None:
         """Remove a consumer: the server no longer retains WAL for it."""
         self._check_open()
-        await self._copies.drop(name)
         await self._hub.drop(name)
 
     async def sleep(self) -> None:

@@ -316,7 +316,7 @@ class Hub:
     def acknowledge(self, attachment: Attachment, end: int) -> bool:
         """Acknowledge the transaction that ends here; return whether that is valid."""
         known = self._known.get(attachment.name)
-        if known is None or known.progress is None or known.attachment is not attachment:
+        if known is None or known.progress is None or not self.is_valid(attachment):
             return False
         if known.progress.ack(end):
             if known.backlog is not None:
@@ -325,6 +325,11 @@ class Hub:
                 self._progress_reported = True  # until the next call of `flushed`
                 self.on_progress()
         return True
+
+    def is_valid(self, attachment: Attachment) -> bool:
+        """Return whether acknowledgements of an attachment count."""
+        known = self._known.get(attachment.name)
+        return known is not None and known.attachment is attachment
 
     async def reset_handled(self, changes: Changes[Any], reset: Reset) -> None:
         """Record that a consumer has handled a reset, unless there is another one by now."""

@@ -41,6 +41,8 @@ PATIENCE = 5.0
 SLOT_CREATED = "slot created"
 #: Why the slot was given up.
 GIVEN_UP = "given_up"
+#: What precedes the name of a consumer in the name of the fact with the state of its copy.
+_COPY = "copy "
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
@@ -262,9 +264,10 @@ class StateStore:
         )
 
     def put_dropped(self, name: str) -> None:
-        """Remove a consumer."""
+        """Remove a consumer, and the state of its copy."""
         self._database.execute("delete from consumers where name = ?", (name,))
         self._database.execute("delete from followed where consumer = ?", (name,))
+        self._database.execute("delete from facts where name = ?", (_COPY + name,))
 
     # -- transactions --------------------------------------------------------------------------
 
@@ -355,13 +358,15 @@ class StateStore:
         with self._reading():
             return self._value(name)
 
-    def set_fact(self, name: str, value: str | None) -> None:
-        """Store a value under a name that has a space, or remove it."""
+    def copy(self, consumer: str) -> str | None:
+        """Return the state of a consumer's copy; None if there is none."""
+        return self.fact(_COPY + consumer)
+
+    def save_copy(self, consumer: str, state: str) -> None:
+        """Store the state of a consumer's copy, unless the consumer was dropped."""
         with self._transaction():
-            if value is None:
-                self._database.execute("delete from facts where name = ?", (name,))
-            else:
-                self.put_fact(name, value)
+            if consumer in self._consumers():
+                self.put_fact(_COPY + consumer, state)
 
     def close(self) -> None:
         """Close the file."""

@@ -12,7 +12,7 @@ import psycopg
 from moored.kernel import refuse
 
 from .._position import Position, Resume
-from ..consume import Changes, mistakes, stored
+from ..consume import Changes, mistakes
 from ._follow import Follow, SavedCopies
 from ._position import CopyPosition
 from ._reader import TableReader
@@ -91,10 +91,6 @@ class Copies:
             begin_again=begin_again,
             start=start,
         )
-
-    async def drop(self, consumer: str) -> None:
-        """Remove the stored state of a consumer's copy."""
-        await stored(self._saved.drop, consumer)
 
     def progress(self) -> dict[str, Any]:
         """Return how far each running copy is, by its table, as plain data."""

@@ -51,20 +51,16 @@ class SavedCopies:
 
     def load(self, consumer: str) -> SavedCopy | None:
         """Return the state of a copy; None if there is none."""
-        text = self._store.fact(f"copy {consumer}")
+        text = self._store.copy(consumer)
         if text is None:
             return None
         version, acked, *chunks = json.loads(text)
         return SavedCopy(CopyVersion.parse(version), acked, CopyState.load(chunks))
 
     def save(self, consumer: str, saved: SavedCopy) -> None:
-        """Store the state of a copy."""
+        """Store the state of a copy, unless its consumer was dropped."""
         data = [str(saved.version), saved.acked, *saved.state.dump()]
-        self._store.set_fact(f"copy {consumer}", json.dumps(data, separators=(",", ":")))
-
-    def drop(self, consumer: str) -> None:
-        """Remove the state of a copy."""
-        self._store.set_fact(f"copy {consumer}", None)
+        self._store.save_copy(consumer, json.dumps(data, separators=(",", ":")))
 
 
 class Follow:
@@ -363,6 +359,8 @@ class Follow:
 
     async def _save(self) -> None:
         async with self._saving:  # in the order of the calls
+            if not self._hub.is_valid(self._changes._attachment):
+                return  # it was dropped, or a follower of the same name has attached
             saved = self._core.saved(self._reader.table.version)
             await stored(self._saved.save, self.name, saved)
 
