@@ -49,7 +49,7 @@ TAKEN = frozenset(
     {
         *("http", "status", "sentence", "parts", "conditions_of", "kinds", "outages", "version"),
         *("python", "pid", "address", "started_at", "uptime", "conditions", "machines", "tree"),
-        *("events", "ready", "started", "degraded"),
+        *("events", "ready", "started", "degraded", "sentence_for"),
     }
 )
 

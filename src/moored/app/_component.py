@@ -120,9 +120,7 @@ def component_part(
 
     def build(wiring: Wiring) -> Sequence[Child]:
         async def supervised(ctx: Context) -> None:
-            await entry.begin(ctx, wiring)
-            if not entry.after:
-                ctx.started()
+            await entry.begin(ctx, wiring, early=True)
             with ExitStack() as stack, entry.failing(wiring):
                 given = ComponentContext(ctx, wiring, entry, stack)
                 if assumed is not None:

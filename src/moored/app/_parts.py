@@ -69,25 +69,27 @@ class PartEntry:
             **more,
         )
 
-    async def begin(self, ctx: Context, wiring: Wiring) -> None:
-        """Wait for the parts that this one comes after."""
-        if self.after:
+    async def begin(self, ctx: Context, wiring: Wiring, *, early: bool) -> None:
+        """Wait for the parts that this one comes after.
+
+        The next part starts before that; also without them, if this one is early.
+        """
+        if early or self.after:
             ctx.started()
+        if self.after:
             why = f"waits for {', '.join(self.after)}"
             if ctx.generation == 1:  # later, the last failure says more
                 wiring.health(self.name, "starting", why)
             await wiring.until(self.after, READY_STATES)
 
     async def opened(
-        self, opening: Awaitable[object], ctx: Context, wiring: Wiring, *, early: bool = False
+        self, opening: Awaitable[object], ctx: Context, wiring: Wiring, *, early: bool
     ) -> None:
         """Wait until a system is open; if that fails, the part fails: it cannot be opened twice.
 
-        The next part starts then, or before it if this one is early or comes after others.
+        The next part starts then, unless it did at `begin()`.
         """
         waited_for, failure = not (early or self.after), None
-        if early and not self.after:
-            ctx.started()
         try:
             await opening
         except Exception as error:
@@ -145,7 +147,7 @@ def system_part(
             wiring.before_stop.append(before_stop)
 
         async def run(ctx: Context) -> None:
-            await entry.begin(ctx, wiring)
+            await entry.begin(ctx, wiring, early=early)
             with entry.failing(wiring):
                 async with AsyncExitStack() as stack:
                     opening = stack.enter_async_context(running())

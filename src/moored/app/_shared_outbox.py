@@ -40,9 +40,8 @@ class SharedOutbox:
         """Return a child of a part, which keeps the outbox open; a failed opening is retried."""
 
         async def run(ctx: Context) -> None:
-            await entry.begin(ctx, wiring)
-            if not entry.after:
-                ctx.started()  # before it is open: the database may be down for days
+            # The next part starts before it is open: the database may be down for days.
+            await entry.begin(ctx, wiring, early=True)
             with entry.failing(wiring):
                 if ctx.generation == 1 and not self._open.is_set():  # later, the failure says more
                     wiring.health(entry.name, "starting", self.not_open)

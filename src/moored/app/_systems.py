@@ -274,8 +274,8 @@ def postgres_part(entry: PartEntry, pg: Postgres) -> Part:
         view = ShownPostgres(wiring, entry.name)
 
         async def run(ctx: Context) -> None:
-            await entry.begin(ctx, wiring)
-            await entry.opened(pg.open(), ctx, wiring)
+            await entry.begin(ctx, wiring, early=False)
+            await entry.opened(pg.open(), ctx, wiring, early=False)
             with view.shown(pg, ctx.path):
                 try:
                     await asyncio.Event().wait()
