@@ -60,6 +60,9 @@ class Server(Driver):
     def state(self, conn: Conn) -> DriverState:
         return DriverState.BUSY if conn.busy else DriverState.IDLE
 
+    def busy(self, conn: Conn) -> bool:
+        return conn.busy
+
     async def ping(self, conn: Conn, timeout: float) -> None:
         self.pings += 1
         async with asyncio.timeout(timeout):
@@ -167,6 +170,29 @@ async def test_a_frozen_server_is_reported_each_time_whatever_runs(sim: Sim) -> 
                     await asyncio.sleep(0.01)
                 server.answers.set()
                 await asyncio.sleep(1.0)
+
+
+@in_virtual_time
+async def test_is_broken_is_not_called_for_connections_in_use(sim: Sim) -> None:
+    """A function of the user's may not be prepared for one that is working."""
+    in_use: list[object] = []
+    called: list[object] = []
+
+    async def connect() -> object:
+        return object()
+
+    def is_broken(conn: object) -> bool:
+        called.extend(each for each in in_use if each is conn)
+        return False
+
+    pool = AsyncConnectionPool(connect=connect, is_broken=is_broken, endpoint="db", max_size=2)
+    async with pool:
+        await pool.wait()
+        async with pool.connection() as conn:
+            in_use.append(conn)
+            await asyncio.sleep(10.0)
+            in_use.clear()
+    assert called == []
 
 
 def test_threads_may_ask_while_pools_to_the_same_server_open_and_close() -> None:

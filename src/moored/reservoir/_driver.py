@@ -58,6 +58,10 @@ class Driver:
         """The state of the connection."""
         return DriverState.BROKEN if self.is_broken(conn) else DriverState.IDLE
 
+    def busy(self, conn: Any) -> bool:
+        """Whether a statement is running, as far as the driver shows it; from any thread."""
+        return False
+
     def is_broken(self, conn: Any) -> bool:
         """Whether the connection is known to be unusable, without a query to the server."""
         return bool(getattr(conn, "closed", False) is True)

@@ -56,6 +56,10 @@ class PsycopgDriver(Driver):
         """The state of the connection, as libpq knows it."""
         return _STATES[conn.pgconn.transaction_status]
 
+    def busy(self, conn: Any) -> bool:
+        """Whether a statement is running, as libpq knows it."""
+        return bool(conn.pgconn.transaction_status == pq.TransactionStatus.ACTIVE)
+
     def is_broken(self, conn: Any) -> bool:
         """Whether the connection was closed, by us or by the server."""
         pgconn = conn.pgconn

@@ -75,7 +75,7 @@ class Watch(Generic[C]):
         self._busy = {
             item: item.since
             for item in list(upkeep.core.items.values())
-            if item.place is Place.OUT and self._state(item) is DriverState.BUSY
+            if item.place is Place.OUT and self._is_busy(item)
         }
         if ended:
             self._silence.answered()
@@ -90,15 +90,20 @@ class Watch(Generic[C]):
         """Whether the server has ended the statement that was running at the last look."""
         if item.place is Place.GONE:
             return False  # it may have been closed without an answer
-        answered = (DriverState.IDLE, DriverState.TRANSACTION)
-        return item.since != since or self._state(item) in answered
-
-    def _state(self, item: Item[C]) -> DriverState | None:
+        if item.since != since:
+            return True
         try:
-            return self._upkeep.recipe.driver.state(item.conn)
+            state = self._upkeep.recipe.driver.state(item.conn)
+        except Exception:  # another thread may be closing it
+            return False
+        return state in (DriverState.IDLE, DriverState.TRANSACTION)
+
+    def _is_busy(self, item: Item[C]) -> bool:
+        try:
+            return self._upkeep.recipe.driver.busy(item.conn)
         except Exception as error:  # another thread may be closing it
             log.debug("%s: the state is unknown: %s", self._upkeep.name, describe(error))
-            return None
+            return False
 
     @property
     def _may_open(self) -> bool:
