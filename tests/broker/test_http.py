@@ -66,6 +66,22 @@ async def test_payload_of_several_lines_arrives_whole(end: str) -> None:
         assert found.data == "one\n\ntwo"
 
 
+async def test_every_block_of_a_stream_is_an_event() -> None:
+    """Some clients take a block that only has the time until a reconnection for an event."""
+    async with stage() as on, reading(on.url) as acme:
+        await on.subscribers(1)
+        on.publish(1)
+        text = ""
+        async for part in acme.response.aiter_text():
+            text += part
+            if text.count("\n\n") == 2:
+                break
+        start, first, _ = text.split("\n\n")
+        assert start.startswith("retry: ")
+        assert "\nevent: start\n" in start
+        assert "event: orders\n" in first
+
+
 @pytest.mark.parametrize("way", ["header", "query"])
 async def test_client_resumes_after_its_last_event(way: str) -> None:
     async with stage() as on:

@@ -175,7 +175,7 @@ class BrokerApp:
     async def _events(self, request: _Request, receive: Receive, send: Send) -> None:
         stream, identity = await self._open(request)
         low, high = self._retry
-        first = b"retry: %d\n\n" % (random.uniform(low, high) * 1000)
+        first = b"retry: %d\n" % (random.uniform(low, high) * 1000)
 
         async def write(data: bytes, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
@@ -183,6 +183,7 @@ class BrokerApp:
         async def begin() -> None:
             headers = STREAM_HEADERS + self._cors(request)
             await send({"type": "http.response.start", "status": 200, "headers": headers})
+            # In the block of the first event: some clients take a block of its own for an event.
             await write(first + (StreamStart(stream.start).sse if stream.start else b""))
 
         async def write_items(items: Collection[Any]) -> None:

@@ -126,7 +126,7 @@ class _Routes:
 
         async def body() -> AsyncIterator[bytes]:
             try:
-                yield b"retry: 1000\n\n"
+                yield b"retry: 1000\n"  # of the first event: alone, some clients take it for one
                 async for chunk in client.stream(heartbeat=HEARTBEAT):
                     yield chunk
             finally:
