@@ -60,6 +60,10 @@ def test_a_signal_stops_everything_in_order_with_exit_code_0(
 
 def test_a_stop_before_the_service_is_ready_exits_with_0(tmp_path: Path) -> None:
     with running("--data-dir", str(tmp_path / "data")) as service:
+        where = service.wait_for(
+            "running a PostgreSQL of its own, which keeps its data in (.*) [(]"
+        )
+        assert where[1] == str(tmp_path / "data")
         service.wait_for("PostgreSQL: creating the data")
         family = service.family()
         assert service.stop() == 0

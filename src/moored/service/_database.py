@@ -96,6 +96,12 @@ class Database:
     async def run_server(self, ctx: Context) -> None:
         """Run the embedded server until it ends by itself, which is a failure."""
         ctx.started()
+        if ctx.generation == 1:
+            where = data_dir_of(self._config)
+            self._wiring.say(
+                f"no database URL is set: running a PostgreSQL of its own, which keeps its data in "
+                f"{where} (choose with DATABASE_URL or --data-dir)"
+            )
         server = EmbeddedPostgres(
             data_dir_of(self._config),
             bin_dir=self._config.postgres_bin_dir,
