@@ -75,13 +75,6 @@ def paired(ours: Callable[[], float], peer: Callable[[], float], rounds: int) ->
     return spread([ours() / peer() for _ in range(rounds)], "times")
 
 
-def load_note(before: float) -> str:
-    """Return the load of the machine before and after a run."""
-    cpus = os.cpu_count() or 1
-    note = f"the load was {before:.1f} on {cpus} CPUs before, {os.getloadavg()[0]:.1f} after"
-    return note + (" (too busy for reliable figures)" if before > cpus else "")
-
-
 def side_process(program: str, *arguments: object) -> dict[str, float]:
     """Run one side of a benchmark in a new process, and return the JSON object that it prints."""
     command = [sys.executable, str(Path(__file__).with_name(program)), *map(str, arguments)]
@@ -109,6 +102,7 @@ def main(
     report = Report()
     load = os.getloadavg()[0]
     measure(report, options.quick)
+    report.notes.append(_load_note(load))
     for note in report.notes:
         print(f"  {note}", file=sys.stderr)
     if options.save:
@@ -120,6 +114,13 @@ def main(
         print(json.dumps({"benchmark": name, "figures": figures}))
     else:
         _table(name, report)
+
+
+def _load_note(before: float) -> str:
+    """Return the load of the machine before and after a run."""
+    cpus = os.cpu_count() or 1
+    note = f"the load was {before:.1f} on {cpus} CPUs before, {os.getloadavg()[0]:.1f} after"
+    return note + (" (too busy for reliable figures)" if before > cpus else "")
 
 
 def _save(name: str, report: Report, quick: bool, load: float) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -24,7 +23,7 @@ from typing import Any
 import asyncpg
 import psycopg
 
-from _harness import Report, load_note, main, quartiles, spread
+from _harness import Report, main, quartiles, spread
 from moored.embedded import EmbeddedPostgres
 from moored.postgres import Listener, Notification
 
@@ -178,11 +177,8 @@ async def repeated(rounds: int, work: Callable[[int], Coroutine[Any, Any, float]
 
 def measure(report: Report, quick: bool) -> None:
     logging.disable(logging.ERROR)  # the errors of the outages are expected
-    load = os.getloadavg()[0]
     asyncio.run(measure_all(report, quick))
-    report.notes.append(
-        "latencies with their quartiles, outages with their minimum and maximum; " + load_note(load)
-    )
+    report.notes.append("latencies with their quartiles, outages with their minimum and maximum")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 
-from _harness import Figure, Report, load_note, main, spread
+from _harness import Figure, Report, main, spread
 from _recovery_side import CONSUMER, TABLE
 from moored.embedded import EmbeddedPostgres
 from moored.postgres import Changes, Postgres, Transaction
@@ -298,11 +297,9 @@ async def measure_all(report: Report, number: int) -> None:
 def measure(report: Report, quick: bool) -> None:
     logging.disable(logging.ERROR)  # the errors of the outages are expected
     number = 1 if quick else 7
-    load = os.getloadavg()[0]
     asyncio.run(measure_all(report, number))
     report.notes.append(
-        f"{number} rounds of each, in brackets the minimum and the maximum; every row was checked; "
-        + load_note(load)
+        f"{number} rounds of each, in brackets the minimum and the maximum; every row was checked"
     )
 
 

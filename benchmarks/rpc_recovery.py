@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import os
 import sys
 import tempfile
 import time
@@ -29,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.rpc.handlers import eventually
 from tests.rpc.milvus_server import MilvusServer
 
-from _harness import Figure, Report, load_note, main, spread
+from _harness import Figure, Report, main, spread
 from _rpc_recovery_sides import (
     Outage,
     Side,
@@ -143,7 +142,6 @@ def maximum(values: list[int]) -> Figure:
 
 def measure(report: Report, quick: bool) -> None:
     logging.disable(logging.ERROR)  # the errors of the outages are expected
-    load = os.getloadavg()[0]
     with milvus_under_test() as milvus:
         alone = [first_call(milvus, seconds) for seconds in (QUICK if quick else FULL)]
         report.add("first_call_ms_p50", spread([ours for ours, _, _ in alone], "ms"))
@@ -160,7 +158,7 @@ def measure(report: Report, quick: bool) -> None:
         report.add("calls_lost", Figure(lost))
         shown = ", ".join(f"{seconds:.1f}" for seconds in milvus.outages)
     report.notes.append(f"the port was closed for {shown} s; every row was looked up")
-    report.notes.append(f"{CALLERS} callers on each side for the connects; {load_note(load)}")
+    report.notes.append(f"{CALLERS} callers on each side for the connects")
 
 
 if __name__ == "__main__":
