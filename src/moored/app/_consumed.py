@@ -8,7 +8,16 @@ from contextlib import AbstractAsyncContextManager, aclosing, nullcontext
 from typing import Any, Protocol
 
 from moored.kernel import Child, counted, duration
-from moored.postgres import Health, Outbox, OutboxEvent, Parking, Postgres, Reset, Transaction
+from moored.postgres import (
+    Changes,
+    Health,
+    Outbox,
+    OutboxEvent,
+    Parking,
+    Postgres,
+    Reset,
+    Transaction,
+)
 from moored.service import Wiring
 
 from ._parts import PartEntry
@@ -66,19 +75,26 @@ class TransactionsOfStream:
 
     noun = "transaction"
     not_ready = "its tables are not published yet"
-    delayed = ""
 
     def __init__(self, pg: Postgres, consumer: str, tables: Iterable[str]) -> None:
         self._pg = pg
         self.stream: Postgres | None = pg
         self._consumer = consumer
         self._tables = [tables] if isinstance(tables, str) else list(tables)
+        self._changes: Changes | None = None
 
     async def opened(self) -> None:
         pass  # the consumer comes after it
 
     def attach(self) -> AbstractAsyncContextManager[AsyncIterator[Item | Reset]]:
-        return aclosing(self._pg.changes(self._consumer, tables=self._tables))
+        self._changes = self._pg.changes(self._consumer, tables=self._tables)
+        return aclosing(self._changes)
+
+    @property
+    def delayed(self) -> str:
+        waiting = () if self._changes is None else self._changes.unpublished
+        why = "locked by other sessions, dropped or renamed"
+        return f"waits for {', '.join(waiting)}: {why}" if waiting else ""
 
     def standing_by(self) -> AbstractAsyncContextManager[object]:
         return self.attach()  # one that is unknown when the stream begins has a Reset
@@ -102,8 +118,8 @@ class TransactionsOfStream:
         now = self._pg.statistics()["consumers"].get(self._consumer, {})
         if number := now.get("outstanding"):
             yield f"{counted(number, 'received transaction')} to acknowledge"
-        if now.get("unpublished"):
-            yield f"the tables {', '.join(now['unpublished'])} are not published yet"
+        if self.delayed:
+            yield self.delayed
         if self._pg.health is not Health.ACTIVE:
             yield f"the stream is {self._pg.health.value}"
 

@@ -183,6 +183,11 @@ def _streaming(now: Report) -> Words:
             [f"reading is paused: the queue of {named} is full", *because, *behind],
             f"find out why {named} takes no transactions: all other consumers wait as well",
         )
+    if any(each["unpublished"] for each in now["consumers"].values()):
+        return Words(
+            [*because, *behind],
+            "create or rename the table; one that is locked is published when the lock is released",
+        )
     return Words([*because, *behind], "there is nothing to do")
 
 
