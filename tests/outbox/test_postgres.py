@@ -58,7 +58,7 @@ async def test_the_first_consumer_starts_the_outbox(
 async def test_readers_go_on_while_the_connections_are_put_to_sleep(
     make: MakePostgres, sql: Sql
 ) -> None:
-    expected = [str(number) for number in range(60)]
+    expected = [str(number) for number in range(25)]
 
     async def consumed() -> list[str]:
         async with pg.outbox.consume("search") as events:
