@@ -6,21 +6,21 @@ import asyncio
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, cast
+from typing import Any
 
+import psycopg
 import pytest
 from redis.asyncio import Redis
 from tests.broker.serving import ACME, OTHER
 from tests.leases.redis_server import RedisServer
-from tests.servers import require_server
+from tests.servers import empty_database, require_server
 
 from moored.broker import Broker, HistoryLost, LiveEvent, StreamReset
 from moored.broker import redis as broker_redis
-from moored.broker.postgres import OutboxLike
 from moored.broker.redis import RedisEvents
+from moored.embedded import SyncEmbeddedPostgres
 from moored.kernel import Tasks
-from moored.postgres import Reset
-from moored.postgres.outbox import OutboxBatch
+from moored.postgres.outbox import Outbox
 from moored.testing import scaled
 
 KEY = "moored:events"
@@ -127,43 +127,28 @@ async def test_client_that_came_before_the_first_event_resumes_at_the_beginning(
         await read(events, start)
 
 
-class Tailed:
-    """An outbox whose batches the test names; a cursor is a number."""
-
-    delayed = ""
-
-    def __init__(self, *batches: OutboxBatch) -> None:
-        self._batches = batches
-
-    def place(self, cursor: str) -> int:
-        return int(cursor)
-
-    async def tail(self, after: str | None = None) -> AsyncIterator[OutboxBatch]:
-        for batch in self._batches:
-            yield batch
-        await asyncio.get_running_loop().create_future()
-
-
-@pytest.mark.parametrize("cursor", [None, "3"])
+@pytest.mark.parametrize("cursor", ["", "1-1-3-0"], ids=["the first time", "after a reset"])
 async def test_events_that_were_not_copied_are_a_reset_for_all(
-    events: RedisEvents, client: Any, cursor: str | None
+    events: RedisEvents, client: Any, postgres: SyncEmbeddedPostgres, cursor: str
 ) -> None:
-    """Events up to 7 are in the outbox only: it was reset, or is copied for the first time."""
-    reset = None if cursor is None else Reset("the cursor was dropped by the retention")
-    if cursor is not None:
+    if cursor:
         await client.set(f"{KEY}:cursor", cursor)
     tasks = Tasks()
-    async with Broker(events) as broker, broker.subscribe(ACME) as live, asyncio.timeout(30):
-        outbox = cast(OutboxLike, Tailed(OutboxBatch([], "7", reset)))
-        tasks.start(events.copy(outbox))
-        found = await anext(live)
-        assert isinstance(found, StreamReset)
-        assert found.id == "0-7"
-        async with broker.subscribe(ACME, after=live.start) as late:
-            assert isinstance(await anext(late), StreamReset)
-        async with broker.subscribe(ACME, after=found.id) as now:
-            own = await events.publish("orders", "{}", tenant=ACME)
-            event = await anext(now)
-            assert isinstance(event, LiveEvent)
-            assert event.id == own
-    await tasks.cancel()
+    with empty_database(postgres) as url:
+        async with (
+            asyncio.timeout(60),
+            Outbox(url, install=True) as outbox,
+            await psycopg.AsyncConnection.connect(url, autocommit=True) as conn,
+            Broker(events) as broker,
+            broker.subscribe(ACME) as live,
+        ):
+            await outbox.publish(conn, "orders", "{}", tenant=ACME)
+            tasks.start(events.copy(outbox))
+            found = await anext(live)
+            assert isinstance(found, StreamReset)
+            async with broker.subscribe(ACME, after=live.start) as late:
+                assert isinstance(await anext(late), StreamReset)
+            await outbox.publish(conn, "orders", "{}", tenant=ACME)
+            async with broker.subscribe(ACME, after=found.id) as now:
+                assert isinstance(await anext(now), LiveEvent)
+            await tasks.cancel()
