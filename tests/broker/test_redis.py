@@ -200,7 +200,9 @@ async def test_event_without_a_tenant_of_its_own_is_replayed_to_the_tenant_in_it
         assert await numbers(stream, 1) == [3]
 
 
-@pytest.mark.parametrize("last", ["5-5", f"{2**64}-1", "-1-1", "1", "x-y", "9" * 5000])
+@pytest.mark.parametrize(
+    "last", ["0-0", "0-0-x", "5-5-x", "5-5", f"{2**64}-1", "-1-1", "1", "x-y", "9" * 5000]
+)
 async def test_odd_last_event_id_is_a_reset(
     nodes: tuple[RedisEvents, Broker, Broker], last: str
 ) -> None:

@@ -122,9 +122,27 @@ async def test_client_that_came_before_the_first_event_resumes_at_the_beginning(
             found = await anext(stream)
             assert isinstance(found, LiveEvent)
     await publish(events, 2)
+    assert len(await read(events, start)) == 2
     await client.xtrim(KEY, maxlen=1, approximate=False)
     with pytest.raises(HistoryLost):
         await read(events, start)
+
+
+async def test_id_from_before_the_first_event_is_not_valid_for_another_stream(
+    events: RedisEvents, client: Any, server: RedisServer
+) -> None:
+    async with Broker(events) as broker, broker.subscribe(ACME) as stream:
+        await publish(events, 1)
+        await client.flushall()
+        assert isinstance(await anext(stream), LiveEvent | StreamReset)
+    restarted = RedisEvents(server.url)
+    async with Broker(restarted) as broker, asyncio.timeout(30):
+        async with broker.subscribe(ACME, after=stream.start) as again:
+            assert isinstance(await anext(again), StreamReset)
+        async with broker.subscribe(ACME, after=again.id) as later:
+            await publish(events, 2)
+            assert isinstance(await anext(later), LiveEvent)
+    await restarted.close()
 
 
 @pytest.mark.parametrize("cursor", ["", "1-1-3-0"], ids=["the first time", "after a reset"])

@@ -12,6 +12,7 @@ An id is that of the stream's entry, so a client may resume at any node. Needs `
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Awaitable
 from typing import Any
 
@@ -34,19 +35,20 @@ LOOK = 1_000
 TIMEOUT = 10.0
 #: The largest number of an entry's id.
 LARGEST = 2**64 - 1
-Position = tuple[int, int]
+Position = tuple[Any, ...]
 START: Position = (0, 0)
 
 # A second key has the id of the last entry of each tenant, and each entry that of the one before of
 # its tenant, so that a replay reads what its tenant has. `since` is the id after which this is
-# complete, and `newest` the last entry that it knows: another one was added in another way.
+# complete, and `newest` the last entry that it knows: another one was added in another way. `life`
+# is a random name: an id from before the first entry is not valid for a stream that was lost since.
 _PUBLISH = """
 local stream, index = KEYS[1], KEYS[2]
 local id, keep, tenant = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local newest = redis.call('HGET', index, 'newest')
 if not newest or redis.call('XRANGE', stream, '(' .. newest, '+', 'COUNT', 1)[1] then
     local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
-    redis.call('DEL', index)
+    if newest then redis.call('DEL', index) end
     redis.call('HSET', index, 'since', last and last[1] or '0-0')
 end
 local fields = {unpack(ARGV, 4)}
@@ -54,7 +56,7 @@ fields[#fields + 1] = 'before'
 fields[#fields + 1] = redis.call('HGET', index, tenant) or ''
 id = redis.call('XADD', stream, 'MAXLEN', '~', keep, id, unpack(fields))
 redis.call('HSET', index, 'newest', id, tenant, id)
-if tenant == 'gap' or redis.call('HLEN', index) > keep + 3 then
+if tenant == 'gap' or redis.call('HLEN', index) > keep + 4 then
     redis.call('DEL', index)
     redis.call('HSET', index, 'since', id, 'newest', id)
 end
@@ -103,6 +105,7 @@ elseif redis.call('EXISTS', stream) == 1 then
     local state = by_name(redis.call('XINFO', 'STREAM', stream))
     if state['entries-added'] ~= state.length then return false end
 end
+if after == '0-0' and redis.call('HGET', index, 'life') ~= ARGV[5] then return false end
 local answer = from_index()
 if answer then return answer end
 local found, last = {}, after
@@ -210,13 +213,13 @@ class RedisEvents:
     async def events(self) -> AsyncGenerator[SourceEvent | SourceGap | None]:
         """Yield new entries; after an error, from the last one on."""
         if self._last is None:
-            self._last = await self._newest()
-            yield SourceGap("the source has begun", _text(self._last))
+            self._last, id = await self._end()
+            yield SourceGap("the source has begun", id)
         while True:
             found = await self._after(self._last, BATCH)
             if found is None:
-                self._last = await self._newest()
-                yield SourceGap("entries of the Redis stream were lost", _text(self._last))
+                self._last, id = await self._end()
+                yield SourceGap("entries of the Redis stream were lost", id)
                 continue
             yield None
             for item in found:
@@ -229,12 +232,12 @@ class RedisEvents:
     # -- the history ---------------------------------------------------------------------------
 
     def position(self, id: str) -> Position:
-        """Return the two numbers of an entry's id."""
-        time, _, number = id.partition("-")
+        """Return the two numbers of an entry's id; before the first one, also the stream's name."""
+        time, number, *life = id.split("-")
         found = int(time), int(number)
-        if not all(0 <= each <= LARGEST for each in found):
+        if not all(0 <= each <= LARGEST for each in found) or len(life) != (found == START):
             raise HistoryLost("the event id is not one of a Redis stream")
-        return found
+        return (*found, *life)
 
     async def read(
         self, after: Position, tenant: str, channels: frozenset[str] | None, limit: int
@@ -244,7 +247,7 @@ class RedisEvents:
         Where the server does not know which these are, it looks through all, `LOOK` at a time.
         """
         while True:
-            asked = [_text(after), tenant, limit, LOOK]
+            asked = [_text(after), tenant, limit, LOOK, *after[2:]]
             answer = await self._run(self._replay(keys=self._keys, args=asked))
             if answer is None:
                 raise HistoryLost("the history does not reach back to the event id")
@@ -257,9 +260,13 @@ class RedisEvents:
                 return found
             after = self.position(last)
 
-    async def _newest(self) -> Position:
-        entries = await self._run(self._client.xrevrange(self._key, count=1))
-        return self.position(entries[0][0]) if entries else START
+    async def _end(self) -> tuple[Position, str]:
+        """Return the position of the last entry, and the id to resume after it."""
+        if entries := await self._run(self._client.xrevrange(self._key, count=1)):
+            return self.position(entries[0][0]), entries[0][0]
+        index = self._keys[1]
+        await self._run(self._client.hsetnx(index, "life", secrets.token_hex(4)))
+        return START, f"{_text(START)}-{await self._run(self._client.hget(index, 'life'))}"
 
     async def _after(self, position: Position, count: int) -> list[SourceEvent | SourceGap] | None:
         """Return entries after a position; None if the entry there is gone.
