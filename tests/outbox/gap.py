@@ -7,6 +7,7 @@ The connections that listen are killed at random. The test and the benchmark use
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections import Counter
 from contextlib import suppress
@@ -69,7 +70,7 @@ class Found:
 
 async def gap_run(url: str, events: int, kills: int, seed: int) -> Found:
     """Publish at least so many events by 8 writers, until the listener was killed often enough."""
-    found = Found()
+    found, least = Found(), math.ceil(events / WRITERS)
     tasks = Tasks()
     async with (
         Listener(_named(url, _LISTENER)) as listener,
@@ -86,7 +87,7 @@ async def gap_run(url: str, events: int, kills: int, seed: int) -> Found:
             await each.wait()
         killer = tasks.start(_kill(url, kills, found, random.Random(seed)))
         await asyncio.gather(
-            *(_write(url, n, events // WRITERS, killer, found, seed + n) for n in range(WRITERS))
+            *(_write(url, n, least, killer, found, seed + n) for n in range(WRITERS))
         )
         await killer
         async with asyncio.timeout(LIMIT):
