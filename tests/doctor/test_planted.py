@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import psycopg
 import pytest
@@ -70,6 +73,33 @@ async def test_a_planted_problem_is_found_and_fixed(world: World, plant: Plant) 
     ends = time.monotonic() + LIMIT  # a backend is terminated, and a file read, a moment later
     while finding.check in checks(found := await examined(world, options)):
         assert time.monotonic() < ends, found.findings
+
+
+async def test_commits_that_wait_for_each_other_now_and_then_are_found(world: World) -> None:
+    """Two of them meet for a tenth of a second, and then write nothing for two."""
+    world.configure(fsync="on", synchronous_commit="on", commit_delay="100000", commit_siblings="0")
+    meet, over = threading.Barrier(2), threading.Event()
+
+    def publish() -> None:
+        with psycopg.connect(world.url) as conn:
+            while not over.wait(0.2):
+                conn.execute(
+                    "select pg_logical_emit_message(true, '', ''), pg_notify('orders', '')"
+                )
+                with suppress(threading.BrokenBarrierError):
+                    meet.wait(LIMIT)
+                conn.commit()
+
+    with ThreadPoolExecutor(2) as threads:
+        publishing = [threads.submit(publish) for _ in range(2)]
+        try:
+            for _ in range(3):
+                assert "notify_lock" in checks(await examined(world, {}))
+        finally:
+            over.set()
+            meet.abort()
+        for each in publishing:
+            each.result()
 
 
 async def test_the_publisher_that_holds_delivery_back_is_named(world: World) -> None:
