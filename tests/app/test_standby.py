@@ -23,9 +23,10 @@ LIMIT = 60.0
 class Replica:
     """An app that consumes an outbox of its Postgres."""
 
-    def __init__(self, url: str, state: Path) -> None:
+    def __init__(self, url: str, state: Path, **settings: Any) -> None:
         self.app = App("orders", config=Config())
-        self.pg = self.app.postgres(url, state_dir=state, stream_id="replicas", pool_size=2)
+        settings |= {"state_dir": state, "stream_id": "replicas", "pool_size": 2}
+        self.pg = self.app.postgres(url, **settings)
         self.outbox = Outbox(self.pg, schema="events", install=True)
         self.poison: set[int] = set()
         self.calls: list[int] = []
@@ -97,6 +98,29 @@ async def test_an_outbox_of_a_postgres_is_consumed_by_the_replica_that_streams(
         await second.is_now("active")
         await second.publish(4)
         await until(lambda: second.handled == [4], "the other one goes on", LIMIT)
+
+
+async def test_a_standby_that_could_sleep_does_not_consume(
+    postgres_url: str, tmp_path: Path
+) -> None:
+    """When it woke up, it consumed until it knew of the other one."""
+    first, second = (
+        Replica(postgres_url, tmp_path / name, sleep_after=after)
+        for name, after in (("first", None), ("second", 0.2))
+    )
+    seen = set[str]()
+    async with first.app:
+        await first.is_now("active")
+        async with second.app:
+            await second.is_now("waiting")
+            second.pg.monitor.subscribe(lambda change: seen.add(change.status.conn.value))
+            for number in range(40):
+                await first.publish(number)
+                await until(lambda: first.calls[-1:] == [number], "it is handled", LIMIT)  # noqa: B023
+                await asyncio.sleep(0.05)
+            assert second.health == "waiting"
+            assert second.calls == []
+    assert "sleeping" not in seen
 
 
 async def test_a_standby_whose_outbox_was_opened_late_says_that_it_stands_by(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from moored.kernel import Child, MooredError, counted, describe, first_of, patiently
 from moored.kernel.prometheus import counter, gauge
-from moored.postgres import ConnectionState, Reset
+from moored.postgres import Reset
 from moored.service import Part, Wiring
 
 from ._component import ComponentContext, component_part
@@ -84,17 +85,16 @@ class _Consumer(Collector):
         return "" if self._source.stream is None else self._source.stream.standby_of
 
     async def _stand_by(self, ctx: ComponentContext) -> None:
-        """Wait while another instance has the stream."""
-        if (stream := self._source.stream) is None or not self._standby_of:
+        """Wait until this instance has the stream."""
+        if (stream := self._source.stream) is None or stream.status().conn.has_lock:
             return
+        if self._standby_of:  # and what has failed here, the other one gets
+            self._in_hand, self._why = None, self._source.not_ready
         self._report(ctx)
-        # What has failed here, the other one gets.
-        self._in_hand, self._why = None, self._source.not_ready
-        standby = ConnectionState.WAITING_ON_LOCK
-        async with self._source.standing_by():
-            await stream.monitor.wait_until(
-                lambda now: now.conn is not standby or bool(stream.fatal)
-            )
+        with ExitStack() as stack:
+            stack.callback(stream.monitor.subscribe(lambda _: self._report(ctx)))
+            async with self._source.standing_by():
+                await stream.wait_for_lock()
         self._report(ctx)
 
     async def _stream_lost(self) -> None:

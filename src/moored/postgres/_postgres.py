@@ -507,9 +507,13 @@ class Postgres:
         Raises `WaitTimeout`, which names the missing conditions, or `ConfigurationError`; and
         `PostgresError` when it is closed meanwhile.
         """
-        await self.wake()
-        with self._restarter.in_use():
+        async with self._awake():
             await self._wait(lambda status: status.health is Health.ACTIVE, timeout)
+
+    async def wait_for_lock(self) -> None:
+        """Wait until this instance has the lock of the stream; it does not sleep meanwhile."""
+        async with self._awake():
+            await self._wait(lambda status: status.conn.has_lock, None)
 
     async def _wait(self, predicate: Callable[[Status], bool], timeout: float | None) -> None:
         await self._stack.wait_until(

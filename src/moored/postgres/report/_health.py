@@ -34,6 +34,11 @@ class ConnectionState(Enum):
     UP = "up"
     SLEEPING = "sleeping"
 
+    @property
+    def has_lock(self) -> bool:
+        """Whether this instance has the lock of the stream, which it gives up while it sleeps."""
+        return self in (ConnectionState.STARTING, ConnectionState.UP)
+
 
 class Persistent(Enum):
     """The state of the consumers and their positions, which outlive the connections."""
