@@ -6,6 +6,7 @@ import json
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from moored.cli import main
 
@@ -112,6 +113,20 @@ def test_a_refused_command_prints_one_line(
     (line,) = err.splitlines()
     assert line.startswith("moored: ")
     assert error in line
+
+
+def test_a_role_without_rights_is_told_who_has_them(database_url: str, capsys: Output) -> None:
+    assert main(["outbox", "install"]) == 0
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute("create role nobody_here login password 'secret'")
+        try:
+            url = make_conninfo(database_url, user="nobody_here", password="secret")
+            assert main(["outbox", "status", "--database-url", url]) == 2
+        finally:
+            conn.execute("drop role nobody_here")
+    err = capsys.readouterr().err
+    assert "permission denied for schema moored" in err
+    assert "`moored outbox install --grant ROLE`" in err
 
 
 @pytest.mark.parametrize(

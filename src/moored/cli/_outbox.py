@@ -232,13 +232,18 @@ def _with_outbox(
     logging.getLogger("moored").addHandler(logging.NullHandler())
 
     async def run() -> T:
-        pool = pool_by(url, max_size=1, timeout=CONNECT_TIMEOUT, fail_fast=True)
+        pool = pool_by(url, name="outbox", max_size=1, timeout=CONNECT_TIMEOUT, fail_fast=True)
         outbox = _sql(lambda: Outbox(pool, schema=schema, show_queries=True, **options))
         async with pool:
             return await work(outbox)
 
     try:
         return asyncio.run(run())
+    except psycopg.errors.InsufficientPrivilege as error:
+        raise CommandFailed(
+            f"{describe(error)}: run it as an owner of the database and of the table; for status "
+            "and prune, it is enough that an owner has run `moored outbox install --grant ROLE`"
+        ) from error
     except (psycopg.Error, MooredError, OSError) as error:
         raise CommandFailed(describe(error)) from error
 
