@@ -45,6 +45,26 @@ async def test_the_event_trigger_reports_no_temporary_tables(sql: Sql, stream_id
     await sql.execute("select pg_drop_replication_slot(%s)", (slot,))
 
 
+async def test_a_temporary_table_leads_to_no_check_beside_a_publication_of_all_tables(
+    make: MakePostgres, sql: Sql
+) -> None:
+    await sql.execute("create publication everything for all tables")
+    async with make(publication="everything", manual_publication=True) as pg:
+        changes = pg.changes("c")
+        await pg.wait_until_published(timeout=LIMIT)
+        publisher = pg._restarter.manager._publisher
+
+        async def settled() -> bool:
+            return not await publisher.changed(sql)
+
+        await until(settled)
+        await sql.execute("create temp table passing (id int)")
+        assert not await publisher.changed(sql)
+        await sql.execute("create table another (id int)")
+        assert await publisher.changed(sql)
+        assert changes.name == "c"
+
+
 async def test_many_changes_of_the_schema_in_the_stream_are_few_checks(
     make: MakePostgres, sql: Sql
 ) -> None:

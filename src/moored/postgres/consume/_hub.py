@@ -473,7 +473,8 @@ class Hub:
         """Reset all consumers: the server's history is not the known one."""
         self.seen = None  # a consumer that attaches meanwhile has no position
         reset, state = await stored(lambda: (self._store.reset(reason), self._store.load()))
-        self._times_reset, self._reset_number = state.resets.times, state.reset_number
+        self._times_reset = state.resets.times
+        self._reset_number = max(self._reset_number, state.reset_number)
         self._confirmed = None
         self._applied = 0
         self._last = NO_COMMIT
@@ -585,21 +586,12 @@ class Hub:
 
     def consumers(self) -> dict[str, dict[str, object]]:
         """Return the state of each consumer, as plain data."""
-        return {name: self._describe(known) for name, known in self._known.items()}
-
-    def _describe(self, known: KnownConsumer) -> dict[str, object]:
-        changes, progress = self._attached.get(known.name), known.progress
-        return {
-            "attached": changes is not None,
-            "acknowledged": None if progress is None else str(Lsn(progress.acknowledged)),
-            "behind": progress is not None and progress.acknowledged < (self.seen or 0),
-            "outstanding": 0 if progress is None else progress.outstanding,
-            "queued": 0 if changes is None else len(changes._queue),
-            "queued_bytes": 0 if changes is None else changes._bytes,
-            "full": changes is not None and self.pressure.is_full(changes),
-            "reset": None if known.reset is None else known.reset.reason,
-            "unpublished": [] if changes is None else changes.unpublished,
-        }
+        found = {}
+        for name, known in self._known.items():
+            changes = self._attached.get(name)
+            full = changes is not None and self.pressure.is_full(changes)
+            found[name] = known.describe(changes, self.seen or 0, full=full)
+        return found
 
     def __repr__(self) -> str:
         return f"<Hub: {counted(len(self._known), 'consumer')}, {len(self._attached)} attached>"

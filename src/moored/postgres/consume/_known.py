@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from .._lsn import Lsn
 from .._position import Position
 from ._backlog import Backlog
-from ._consumer import Attachment, Reset
+from ._consumer import Attachment, Changes, Reset
 from ._progress import Progress
 from ._store import Saved
 from ._tables import Followed
@@ -43,6 +44,26 @@ class KnownConsumer:
     behind: bool = False
     #: A `start=` that was not checked against the server yet.
     start: Position | None = None
+
+    def describe(self, changes: Changes | None, seen: int, *, full: bool) -> dict[str, object]:
+        """Return its state as plain data.
+
+        :param changes: the consumer, if it is attached.
+        :param seen: the end of the last transaction that was applied.
+        :param full: whether its queue is full.
+        """
+        progress = self.progress
+        return {
+            "attached": changes is not None,
+            "acknowledged": None if progress is None else str(Lsn(progress.acknowledged)),
+            "behind": progress is not None and progress.acknowledged < seen,
+            "outstanding": 0 if progress is None else progress.outstanding,
+            "queued": 0 if changes is None else len(changes._queue),
+            "queued_bytes": 0 if changes is None else changes._bytes,
+            "full": full,
+            "reset": None if self.reset is None else self.reset.reason,
+            "unpublished": [] if changes is None else changes.unpublished,
+        }
 
 
 def progress_of(saved: Saved) -> Progress | None:

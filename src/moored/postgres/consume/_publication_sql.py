@@ -111,7 +111,7 @@ tree (oid) AS (
   SELECT oid FROM wanted
   UNION SELECT r.prrelid FROM pg_publication_rel r JOIN publication p ON p.oid = r.prpubid
   UNION SELECT c.oid FROM pg_class c JOIN publication p ON p.puballtables
-    WHERE c.relkind IN ('r', 'p') AND c.oid >= 16384
+    WHERE c.relkind IN ('r', 'p') AND c.relpersistence = 'p' AND c.oid >= 16384
   {{schemas}}
   UNION SELECT i.inhrelid FROM tree t JOIN pg_inherits i ON i.inhparent = t.oid
 )

@@ -82,6 +82,8 @@ class Publisher:
         self._gone: set[str] = set()
         #: What `_query_marker` has returned before and after the last check; empty if it differed.
         self._marker: list[Any] = []
+        #: The changes of columns that the running check has reported.
+        self._altered: set[str] = set()
 
     async def publish(self, conn: Connection) -> list[str]:
         """Publish and confirm tables; return those that are locked by other sessions or missing."""
@@ -98,7 +100,7 @@ class Publisher:
         self._report_gone(consumers, found)
         waiting: set[str] = set()
         followed: dict[str, str] = {}
-        self._altered: set[str] = set()
+        self._altered.clear()
         try:
             for consumer in consumers:
                 waiting |= await self._confirm_tables(consumer(), found, busy, followed)
