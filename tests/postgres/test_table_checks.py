@@ -9,7 +9,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from tests.servers import require_server
 
+from moored.embedded import EmbeddedPostgres
 from moored.postgres import Postgres
 from moored.postgres.decode import SCHEMA_SIGNAL
 from moored.postgres.manage import _manager
@@ -63,6 +65,27 @@ async def test_a_temporary_table_leads_to_no_check_beside_a_publication_of_all_t
         await sql.execute("create table another (id int)")
         assert await publisher.changed(sql)
         assert changes.name == "c"
+
+
+async def test_the_server_compiles_no_query_of_the_catalog(tmp_path: Path) -> None:
+    """Where it can, it would: for seconds, with each check."""
+    options = dict.fromkeys(["jit_above_cost", "jit_inline_above_cost"], "0")
+    options["shared_preload_libraries"] = "pg_stat_statements"
+    binaries = Path(require_server("postgres")).parent
+    async with (
+        EmbeddedPostgres(bin_dir=binaries, options=options) as server,
+        connected(server.url) as sql,
+    ):
+        await sql.execute("create extension pg_stat_statements")
+        await sql.execute("create table orders (id int primary key)")
+        async with (
+            Postgres(server.url, state_dir=tmp_path, pool_size=2) as pg,
+            pg.changes("c", tables=["orders"]),
+            pg.changes("everything"),
+        ):
+            await pg.wait_until_published(timeout=LIMIT)
+        query = "select sum(jit_functions) from pg_stat_statements where query ~ %s"
+        assert await one(sql, query, "pg_attribute") == 0
 
 
 async def test_many_changes_of_the_schema_in_the_stream_are_few_checks(

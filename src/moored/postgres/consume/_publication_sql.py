@@ -12,6 +12,7 @@ __all__ = [
     "CATALOG",
     "ENTRIES",
     "MISSING",
+    "UNCOMPILED",
     "by_hand",
     "full_identity",
     "lock_mode",
@@ -21,6 +22,10 @@ __all__ = [
 
 #: The first version whose publications may have schemas.
 SCHEMAS = 150000
+
+#: The queries of the catalog are estimated to be expensive, so the server would compile them, which
+#: takes seconds; the queries take milliseconds.
+UNCOMPILED = "SET LOCAL jit = off"
 
 #: The publication or the slot, if it does not exist.
 MISSING = """

@@ -29,6 +29,7 @@ from ._publication_sql import (
     CATALOG,
     ENTRIES,
     MISSING,
+    UNCOMPILED,
     by_hand,
     full_identity,
     lock_mode,
@@ -118,6 +119,7 @@ class Publisher:
 
     async def _query_marker(self, conn: Connection) -> list[Any]:
         query = marker(conn.info.server_version)
+        await conn.execute(UNCOMPILED)
         named = {name for changes in self._hub.attached() for name in changes.tables}
         return await _admin.rows(conn, query, publication=self._publication, **_names(named))
 
@@ -155,7 +157,8 @@ class Publisher:
         self, conn: Connection, wanted: Iterable[str], *, everything: bool = False
     ) -> Found:
         # The query may wait for locks of an ALTER TABLE: then a later call succeeds.
-        await conn.execute(f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'".encode())
+        patience = f"SET LOCAL lock_timeout = '{LOCK_PATIENCE:g}s'; {UNCOMPILED}"
+        await conn.execute(patience.encode())
         rows = await _admin.rows(
             conn,
             CATALOG,
