@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from psycopg.conninfo import conninfo_to_dict
 from tests.servers import free_port, require_server
 from tests.stories.support import LIMIT, until
 
-__all__ = ["Nginx", "nginx", "pgbouncer"]
+__all__ = ["nginx", "pgbouncer"]
 
 NGINX = """
 daemon off; pid {folder}/nginx.pid; error_log {folder}/error.log;
@@ -41,14 +42,47 @@ unix_socket_dir =
 """
 
 
-class Nginx:
+class Proxy:
+    """A program that listens."""
+
+    def __init__(self, *command: str) -> None:
+        self.port = free_port()
+        self._command = command
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def process(self) -> asyncio.subprocess.Process:
+        assert self._process is not None
+        return self._process
+
+    async def start(self) -> None:
+        quiet = asyncio.subprocess.DEVNULL
+        self._process = await asyncio.create_subprocess_exec(
+            *self._command, stdout=quiet, stderr=quiet
+        )
+        async with asyncio.timeout(LIMIT):
+            while True:
+                try:
+                    _, writer = await asyncio.open_connection("127.0.0.1", self.port)
+                except OSError:
+                    await asyncio.sleep(0.02)
+                else:
+                    writer.close()
+                    return
+
+    async def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+        await self.process.wait()
+
+
+class Nginx(Proxy):
     """A running nginx."""
 
     def __init__(self, folder: Path, target: str = "shop", settings: str = "") -> None:
-        self.folder, self.port = folder, free_port()
-        self._location = {"target": target, "settings": settings}
+        command = [require_server("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")]
+        super().__init__(*command, "-e", str(folder / "error.log"))
+        self.folder, self._location = folder, {"target": target, "settings": settings}
         self.url = f"http://127.0.0.1:{self.port}"
-        self.process: asyncio.subprocess.Process | None = None
         folder.mkdir()
 
     def configure(self, *ports: int) -> None:
@@ -59,16 +93,14 @@ class Nginx:
 
     def workers(self) -> list[psutil.Process]:
         """Return the workers that accept connections."""
-        assert self.process is not None
         children = psutil.Process(self.process.pid).children()
         return [each for each in children if "shutting down" not in "".join(each.cmdline())]
 
     async def reload(self, *ports: int) -> None:
         """Use these replicas, and return when no worker accepts requests for others."""
-        assert self.process is not None
         old = self.workers()
         self.configure(*ports)
-        psutil.Process(self.process.pid).send_signal(1)
+        self.process.send_signal(signal.SIGHUP)
         await until(lambda: not {*old} & {*self.workers()}, "nginx has reloaded")
 
 
@@ -77,52 +109,36 @@ async def nginx(folder: Path, *ports: int, **location: str) -> AsyncIterator[Ngi
     """Run nginx in front of replicas; `target` and `settings` are those of its location."""
     front = Nginx(folder, **location)
     front.configure(*ports)
-    command = [require_server("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")]
-    front.process = await asyncio.create_subprocess_exec(*command, "-e", str(folder / "error.log"))
+    await front.start()
     try:
-        await _listens(front.port)
         yield front
     finally:
-        front.process.terminate()
-        await front.process.wait()
+        await front.stop()
+
+
+class PgBouncer(Proxy):
+    """A running PgBouncer."""
+
+    def __init__(self, folder: Path, url: str) -> None:
+        as_user = ["-u", "nobody"] if os.geteuid() == 0 else []
+        super().__init__(require_server("pgbouncer"), "-q", *as_user, str(folder / "pgbouncer.ini"))
+        known = conninfo_to_dict(url)
+        #: The URL to use instead of the server's.
+        self.url = url.replace(f":{known['port']}/", f":{self.port}/")
+        folder.mkdir()
+        folder.chmod(0o755)  # it does not run as root
+        (folder / "users").write_text(f'"{known["user"]}" "{known["password"]}"\n')
+        server = {"host": known["host"], "server": known["port"], "port": self.port}
+        (folder / "pgbouncer.ini").write_text(PGBOUNCER.format(folder=folder, **server))
 
 
 @asynccontextmanager
-async def pgbouncer(folder: Path, url: str) -> AsyncIterator[str]:
-    """Run PgBouncer in front of a server; gives the URL to use instead."""
-    port = free_port()
-    ini = _configure(folder, url, port)
-    as_user = ["-u", "nobody"] if os.geteuid() == 0 else []
-    command = [require_server("pgbouncer"), "-q", *as_user, str(ini)]
-    process = await asyncio.create_subprocess_exec(
-        *command, stderr=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL
-    )
+async def pgbouncer(folder: Path, url: str) -> AsyncIterator[PgBouncer]:
+    """Run PgBouncer in front of a server."""
+    pooler = PgBouncer(folder, url)
+    await pooler.start()
     try:
-        await _listens(port)
-        yield url.replace(f":{conninfo_to_dict(url)['port']}/", f":{port}/")
+        yield pooler
     finally:
-        process.kill()
-        await process.wait()
-
-
-def _configure(folder: Path, url: str, port: int) -> Path:
-    known = conninfo_to_dict(url)
-    folder.mkdir()
-    folder.chmod(0o755)  # it does not run as root
-    (folder / "users").write_text(f'"{known["user"]}" "{known["password"]}"\n')
-    server = {"host": known["host"], "server": known["port"], "port": port, "folder": folder}
-    ini = folder / "pgbouncer.ini"
-    ini.write_text(PGBOUNCER.format(**server))
-    return ini
-
-
-async def _listens(port: int) -> None:
-    async with asyncio.timeout(LIMIT):
-        while True:
-            try:
-                _, writer = await asyncio.open_connection("127.0.0.1", port)
-            except OSError:
-                await asyncio.sleep(0.02)
-            else:
-                writer.close()
-                return
+        # With SIGTERM it would wait for its clients.
+        await pooler.stop(signal.SIGKILL)
