@@ -14,8 +14,13 @@ from typing import Any
 import pytest
 from tests.broker.serving import KEYS, OTHER, frozen, reading, served
 
-from moored.broker import ApiKeys, Broker, BrokerApp, MemorySource
+from moored.broker import ApiKeys, Broker, BrokerApp, MemorySource, _cut
 from moored.broker._cut import ClientConnection
+
+
+@pytest.fixture(autouse=True)
+def _nothing_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_cut, "_SOCKETS", _cut._Sockets())
 
 
 @contextmanager
@@ -48,7 +53,7 @@ def test_search_for_a_socket_leaves_the_others_as_they_are() -> None:
 
 
 def test_later_search_queries_only_new_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("moored.broker._cut.FRESH", 0.0)
+    monkeypatch.setattr(_cut, "FRESH", 0.0)
 
     def took(client: socket.socket) -> float:
         begin = time.thread_time()

@@ -110,7 +110,7 @@ class StreamBuffer:
         self._notify()
 
     def keepalive(self, id: str, position: Any) -> None:
-        """Let the stream send something, if it has nothing to send.
+        """Let the stream send something, if it has nothing to send, or waits for its history.
 
         The client then resumes after `id`, so the id is left out if the client may have an event
         after it: one of the history that this broker has not reached yet.
