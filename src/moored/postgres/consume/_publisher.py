@@ -119,7 +119,7 @@ class Publisher:
 
     async def _query_marker(self, conn: Connection) -> list[Any]:
         query = marker(conn.info.server_version)
-        await conn.execute(UNCOMPILED)
+        await _admin.rows(conn, UNCOMPILED)
         named = {name for changes in self._hub.attached() for name in changes.tables}
         return await _admin.rows(conn, query, publication=self._publication, **_names(named))
 
