@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 from tests.leases.on_postgres.pgbouncer import pgbouncer
@@ -15,6 +17,9 @@ from moored.postgres.stream import _replication
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, one, stands_by, through, until
+
+#: Seconds after which a pooler without an answer is left, and another route is taken.
+GIVEN_UP = 10.0 + 5.0
 
 HELD = "select count(*) from pg_locks where locktype = 'advisory' and not granted"
 
@@ -81,8 +86,9 @@ async def test_a_standby_reads_the_outbox(make: MakePostgres, sql: Sql, tmp_path
             assert not second.monitor.conditions()["pg_lock_acquired"].met
 
 
-async def test_the_outbox_is_read_without_the_pooler_while_that_is_down(
-    sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
+@pytest.mark.parametrize("stopped", [signal.SIGKILL, signal.SIGSTOP])
+async def test_the_outbox_is_read_without_the_pooler_while_that_is_down_or_frozen(
+    sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path, stopped: signal.Signals
 ) -> None:
     binary, port = require_server("pgbouncer"), free_port()
     pooled = through(streamed_url, port)
@@ -91,15 +97,17 @@ async def test_the_outbox_is_read_without_the_pooler_while_that_is_down(
         with pgbouncer(binary, streamed_url, port=port):
             await pg.wait_until_active(LIMIT)
             await pg.outbox.install()
-        async with asyncio.timeout(LIMIT):
-            await pg.outbox.publish(sql, "orders", "1")
-            while True:
-                try:
-                    (event,) = (await pg.outbox.read()).events
-                    break
-                except psycopg.OperationalError:  # the connection that was lost
-                    await asyncio.sleep(0.05)
-        assert event.payload == "1"
+            (pooler,) = (each for each in psutil.Process().children() if each.name() == "pgbouncer")
+            pooler.send_signal(stopped)
+            async with asyncio.timeout(3 * GIVEN_UP):
+                await pg.outbox.publish(sql, "orders", "1")
+                while True:
+                    try:
+                        (event,) = (await pg.outbox.read()).events
+                        break
+                    except (psycopg.OperationalError, TimeoutError):  # the connection that was lost
+                        await asyncio.sleep(0.05)
+            assert event.payload == "1"
 
 
 async def test_the_connections_of_the_outbox_are_closed_to_sleep(

@@ -16,6 +16,9 @@ from ._ddl import VERSION
 #: After a look that scans the server's table of locks, which other sessions wait for, comes a pause
 #: of so many times as long as it took, and of so many seconds at most.
 PAUSE, LONGEST_PAUSE = 5, 0.05
+#: A look takes milliseconds, whatever the outbox holds. After so many seconds its connection is
+#: cut: it leads to a server or a pooler that does not answer, and another one may.
+WITHIN = 10.0
 
 READ_COMMITTED: LiteralString = "set transaction isolation level read committed;\n"
 # The history, and what changes when the server restarts or recovers from a crash: after that, ids
@@ -82,7 +85,9 @@ class Look(NamedTuple):
 
 
 class _Results(Protocol):
-    def __call__(self, query: LiteralString, /, **values: Any) -> Awaitable[list[list[Any]]]: ...
+    def __call__(
+        self, query: LiteralString, within: float, /, **values: Any
+    ) -> Awaitable[list[list[Any]]]: ...
 
 
 class Looks:
@@ -128,7 +133,8 @@ class Looks:
         """Look once; also return whether it has scanned the table of locks, for newer ids."""
         while True:
             final = 0 if last is None else last.final
-            _, ((*found, cache, highest),), ((holders,),) = await self._results(_LOOK, final=final)
+            results = await self._results(_LOOK, WITHIN, final=final)
+            _, ((*found, cache, highest),), ((holders,),) = results
             system_id, timeline, start, version, final, snapshot = found
             _check(version, cache)
             server = Server(History(system_id, timeline), start)

@@ -289,14 +289,19 @@ class Reader:
         """Run statements on a connection of the pool; return the rows of the last one."""
         return (await self.results(query, **values))[-1]
 
-    async def results(self, query: Statements, /, **values: Any) -> list[list[Any]]:
-        """Run statements on a connection of the pool; return the rows of each."""
+    async def results(
+        self, query: Statements, within: float | None = None, /, **values: Any
+    ) -> list[list[Any]]:
+        """Run statements on a connection of the pool; return the rows of each.
+
+        :param within: cut a connection that has given no answer after so many seconds.
+        """
         text = self._filled(query)
         key = object()
         self._running[key] = time.monotonic()
         try:
             async with self.connection() as conn:
-                return await uncancelled(conn, _results(conn, text, values))
+                return await uncancelled(conn, _results(conn, text, values), within)
         except psycopg.Error as error:
             raise_if_cancelled(error)
             raise translated(error) from error
