@@ -79,6 +79,9 @@ class Link:
             self._session.check()
         self._server.standby_status(self._session, message)
 
+    async def cancel(self, timeout: float) -> None:
+        """Leave the statement to the end of the session, at which this server ends it."""
+
     async def close(self) -> None:
         self._server.hang_up(self._session)
 

@@ -38,6 +38,25 @@ async def test_a_standby_hands_out_connections_and_keeps_them_when_it_takes_over
         assert await one(held, "select 2") == 2
 
 
+async def test_a_standby_that_ends_leaves_no_request_for_the_lock(
+    make: MakePostgres, sql: Sql, tmp_path: Path
+) -> None:
+    """The server would keep it, and its WAL sender, until the holder releases the lock."""
+
+    async def nothing_is_left() -> bool:
+        return bool(await one(sql, HELD) == 0)
+
+    async with make(state_dir=tmp_path / "first") as first:
+        await first.wait_until_active(LIMIT)
+        async with make(state_dir=tmp_path / "second") as second:
+            await stands_by(second)
+            await second.sleep()
+            await until(nothing_is_left)
+            await second.wake()
+            await stands_by(second)
+        await until(nothing_is_left)
+
+
 async def test_a_standby_opens_no_pool_for_administration(
     make: MakePostgres, tmp_path: Path
 ) -> None:

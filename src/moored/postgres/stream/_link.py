@@ -251,9 +251,9 @@ class ReplicationLink:
             self._line.close()
         await self._connection.close()
 
-    async def cancel(self) -> None:
+    async def cancel(self, timeout: float = CANCEL) -> None:
         """Cancel the statement that runs, whose sender gets the server's error."""
-        await self._connection.cancel_safe(timeout=CANCEL)
+        await self._connection.cancel_safe(timeout=timeout)
 
     def cut(self) -> None:
         """Abort the connection by its socket."""

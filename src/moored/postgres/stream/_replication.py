@@ -15,6 +15,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -54,6 +55,8 @@ PROMPT = 10.0
 #: Seconds after which a standby requests the lock again: the statement that waits has a snapshot,
 #: which keeps VACUUM from removing rows in the whole server.
 RENEW = 300.0
+#: Seconds that a standby which ends waits until that request is cancelled.
+LEAVE = 1.0
 #: The shortest time between two status updates, in seconds.
 PROGRESS_EVERY = 0.1
 #: After so many seconds, acknowledgements are stored although the slowest consumer has made none.
@@ -360,5 +363,8 @@ async def _locked(link: ReplicationLink, command: str) -> Sequence[Sequence[Any]
         return await waiting
     finally:
         if not waiting.done():
+            # The server would not notice the end of the connection before it grants the lock.
+            with suppress(psycopg.Error, OSError):
+                await link.cancel(LEAVE)
             waiting.cancel()
             await asyncio.wait({waiting})
