@@ -19,7 +19,7 @@ def test_the_public_names() -> None:
         *("Reservoir", "ReservoirConfig", "Statistics", "retry_transaction"),
         *("CachedTokens", "Token", "TokenProvider"),
         *("PoolClosed", "PoolOverloaded", "PoolTimeout", "ReservoirEmpty", "ReservoirError"),
-        *("ServerUnreachable", "TokenError"),
+        *("ServerUnreachable", "TokenError", "TooManyRequests"),
     ]
     for name in moored.reservoir.__all__:
         assert hasattr(moored.reservoir, name)

@@ -12,6 +12,7 @@ from typing import Any
 import psycopg
 import psycopg_pool
 import pytest
+from psycopg.conninfo import make_conninfo
 from tests.reservoir.support import eventually, through
 from tests.servers import free_port
 
@@ -94,7 +95,9 @@ def test_every_error_has_the_same_base_classes() -> None:
     for name in ("PoolTimeout", "PoolClosed"):
         assert issubclass(getattr(reservoir, name), psycopg.OperationalError)
         assert issubclass(getattr(psycopg_pool, name), psycopg.OperationalError)
-    assert issubclass(reservoir.PoolOverloaded, psycopg.OperationalError)  # TooManyRequests
+    assert issubclass(reservoir.TooManyRequests, psycopg.OperationalError)
+    assert not issubclass(reservoir.TooManyRequests, PoolTimeout | PoolClosed)
+    assert reservoir.TooManyRequests is reservoir.PoolOverloaded
 
 
 # -- how to connect --------------------------------------------------------------------------------
@@ -104,6 +107,64 @@ def test_conninfo_and_kwargs_are_merged(module_url: str) -> None:
     pool = ConnectionPool(module_url, min_size=1, kwargs={"application_name": "shop"})
     with pool, pool.connection() as conn:
         assert conn.info.get_parameters()["application_name"] == "shop"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), PAIRS)
+def test_the_connection_class_is_known_if_it_is_not_passed(theirs: Any, ours: Any) -> None:
+    assert ours("", open=False).connection_class is theirs("", open=False).connection_class
+    own = AsyncNamed if ours is AsyncConnectionPool else Named
+    assert ours("", connection_class=own, open=False).connection_class is own
+    assert ours("", connect=lambda: None, open=False).connection_class is None
+
+
+def test_overridden_resolvers_are_called_for_each_connection(module_url: str) -> None:
+    class Rotating(ConnectionPool[psycopg.Connection[Any]]):
+        numbers = iter(range(100))
+
+        def _resolve_conninfo(self) -> str:
+            name = f"app-{next(self.numbers)}"
+            return make_conninfo(super()._resolve_conninfo(), application_name=name)
+
+        def _resolve_kwargs(self) -> dict[str, Any]:
+            return {**super()._resolve_kwargs(), "options": "-c geqo_threshold=5"}
+
+    with Rotating(module_url, min_size=1, max_size=1, kwargs={"connect_timeout": 7}) as pool:
+        with pool.connection() as conn:
+            assert conn.info.get_parameters()["application_name"] == "app-0"
+            assert conn.info.get_parameters()["connect_timeout"] == "7"
+            assert conn.execute("show geqo_threshold").fetchone() == ("5",)
+        pool.drain()
+        with pool.connection() as conn:
+            assert conn.info.get_parameters()["application_name"] == "app-1"
+
+
+async def test_overridden_async_resolvers_are_called_for_each_connection(module_url: str) -> None:
+    class Rotating(AsyncConnectionPool[psycopg.AsyncConnection[Any]]):
+        async def _resolve_conninfo(self) -> str:
+            return make_conninfo(await super()._resolve_conninfo(), application_name="own")
+
+        async def _resolve_kwargs(self) -> dict[str, Any]:
+            return {**await super()._resolve_kwargs(), "options": "-c geqo_threshold=5"}
+
+    async def conninfo() -> str:
+        await asyncio.sleep(0)
+        return module_url
+
+    async with Rotating(conninfo, min_size=1) as pool, pool.connection() as conn:
+        assert conn.info.get_parameters()["application_name"] == "own"
+        assert await (await conn.execute("show geqo_threshold")).fetchone() == ("5",)
+
+
+@pytest.mark.parametrize("given", ["host=a", lambda: "host=a"])
+async def test_the_resolvers_return_what_a_connection_is_opened_with(given: Any) -> None:
+    """Programs open a connection beside the pool by these names."""
+    options = {"application_name": "beside"}
+    threads = ConnectionPool(given, kwargs=lambda: options, open=False)
+    assert (threads._resolve_conninfo(), threads._resolve_kwargs()) == ("host=a", options)
+    pool = AsyncConnectionPool(given, kwargs=options, open=False)
+    assert (await pool._resolve_conninfo(), await pool._resolve_kwargs()) == ("host=a", options)
+    empty = AsyncConnectionPool(open=False)
+    assert (await empty._resolve_conninfo(), await empty._resolve_kwargs()) == ("", {})
 
 
 def test_a_callable_conninfo_is_called_for_each_connection(module_url: str) -> None:

@@ -27,6 +27,7 @@ from ._errors import (
     ReservoirError,
     ServerUnreachable,
     TokenError,
+    TooManyRequests,
 )
 from ._null import AsyncNullConnectionPool, NullConnectionPool
 from ._pool_async import AsyncConnectionPool
@@ -58,4 +59,5 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "ReservoirError",
     "ServerUnreachable",
     "TokenError",
+    "TooManyRequests",
 ]

@@ -37,6 +37,10 @@ class PoolOverloaded(ReservoirError):
     """The pool refused a caller because too many wait, or because its queue is too slow."""
 
 
+#: psycopg_pool's name of `PoolOverloaded`.
+TooManyRequests = PoolOverloaded
+
+
 class ServerUnreachable(ReservoirError):
     """No connection is left and the server cannot be reached; only raised with `fail_fast`."""
 

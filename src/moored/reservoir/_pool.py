@@ -14,6 +14,8 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Generic, Literal, TypeVar
 
+import psycopg
+
 from moored.kernel import Clock, Recorder, awaited, describe, refuse, unmet
 from moored.leases import Leases
 from moored.leases import sync as leases_sync
@@ -112,6 +114,9 @@ class Pool(Generic[C]):
             rate=creation_rate,
             burst=creation_burst,
         )
+        if connection_class is None and connect is None:
+            own: Any = psycopg.AsyncConnection if self._asynchronous else psycopg.Connection
+            connection_class = own
         self.conninfo = conninfo
         self.kwargs = kwargs
         self.connection_class = connection_class
@@ -125,11 +130,11 @@ class Pool(Generic[C]):
         self._own_reset = reset
         self._check_idle = check_idle
         self.reservoir: Reservoir[C] = Reservoir(
-            conninfo,
+            self._resolve_conninfo if self._overrides("_resolve_conninfo") else conninfo,
             config=config,
             connect=connect,
             connection_class=connection_class,
-            kwargs=kwargs,
+            kwargs=self._resolve_kwargs if self._overrides("_resolve_kwargs") else kwargs,
             tokens=tokens,
             leases=leases,
             endpoint=endpoint,
@@ -157,15 +162,20 @@ class Pool(Generic[C]):
         self._failed_checks = 0
         self._opens_itself = open is not False
         # `connection()` must call the `getconn` and `putconn` of a subclass that overrides them.
-        home = __name__.rpartition(".")[0]
-        self._by_methods = any(
-            not getattr(type(self), name).__module__.startswith(home)
-            for name in ("getconn", "putconn")
-        )
+        self._by_methods = self._overrides("getconn", "putconn")
         self._maker = os.getpid()
         self.reservoir.on_change_of_state = self._bind
         self._bind()
         self._set_up()
+
+    def _overrides(self, *names: str) -> bool:
+        """Whether a subclass of the user's overrides one of these methods."""
+        home = __name__.rpartition(".")[0]
+        return any(not getattr(type(self), name).__module__.startswith(home) for name in names)
+
+    #: Return what a new connection is opened with, under psycopg_pool's names.
+    _resolve_conninfo: Callable[[], str | Coroutine[Any, Any, str]]
+    _resolve_kwargs: Callable[[], dict[str, Any] | Coroutine[Any, Any, dict[str, Any]]]
 
     def _set_up(self) -> None:
         """Set the attributes that only this kind of pool has."""

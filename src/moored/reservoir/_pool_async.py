@@ -166,6 +166,14 @@ class AsyncConnectionPool(Pool[C]):
         """Return a connection of `getconn()`; an open transaction is rolled back with a warning."""
         await self._returns.release(self._item_of(conn))
 
+    async def _resolve_conninfo(self) -> str:
+        given: Any = self.conninfo
+        return (await awaited(given()) if callable(given) else given) or ""
+
+    async def _resolve_kwargs(self) -> dict[str, Any]:
+        given: Any = self.kwargs
+        return (await awaited(given()) if callable(given) else given) or {}
+
     async def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Change the number of connections to keep, and the maximum."""
         self._resize(min_size, max_size)

@@ -135,6 +135,14 @@ class ConnectionPool(Pool[C]):
         if not self._postponed(ConnectionPool.putconn, self, conn):
             run_sync(self._returns.release(self._item_of(conn)))
 
+    def _resolve_conninfo(self) -> str:
+        given: Any = self.conninfo
+        return (given() if callable(given) else given) or ""
+
+    def _resolve_kwargs(self) -> dict[str, Any]:
+        given: Any = self.kwargs
+        return (given() if callable(given) else given) or {}
+
     def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Change the number of connections to keep, and the maximum."""
         self._resize(min_size, max_size)

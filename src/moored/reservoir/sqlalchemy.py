@@ -23,6 +23,7 @@ Invariants:
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import weakref
 from _thread import get_ident
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
 
 from psycopg.types.hstore import register_hstore
 
-from moored.kernel import Tasks, extra, refuse
+from moored.kernel import Tasks, describe, extra, refuse
 
 with extra("sqlalchemy", "moored.reservoir.sqlalchemy"):
     import sqlalchemy
@@ -51,7 +52,7 @@ from moored.leases import Leases
 from moored.leases import sync as leases_sync
 
 from ._config import ReservoirConfig
-from ._driver import PING_TIMEOUT
+from ._driver import PING_TIMEOUT, DriverState
 from ._errors import PoolClosed, PoolTimeout, ServerUnreachable
 from ._item import Item
 from ._pool import Pool
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect
 
 __all__ = ["EngineTimeout", "create_async_engine", "create_engine", "reservoir_of"]
+
+log = logging.getLogger("moored.reservoir")
 
 P = TypeVar("P", bound=Pool[Any])
 
@@ -334,10 +337,20 @@ class _Source(ABC, Generic[P]):
     def give_back(self, record: ConnectionPoolEntry) -> None:
         """Return a connection whose transaction SQLAlchemy has ended."""
         home, item = record.moored_origin  # type: ignore[attr-defined]
-        if home._is_clean(item.conn):
+        if home._is_clean(item.conn) or self._is_rolled_back(home, record, item.conn):
             self._give(home, item)
         elif home._owns(item):
             home.reservoir.upkeep.later(partial(home.reservoir.discard, item.conn))
+
+    def _is_rolled_back(self, home: P, record: ConnectionPoolEntry, conn: Any) -> bool:
+        """Roll back a transaction that SQLAlchemy has not ended (`pool_reset_on_return=None`)."""
+        if home.reservoir.recipe.driver.state(conn) is not DriverState.TRANSACTION:
+            return False
+        try:
+            self._roll_back(record.dbapi_connection)
+        except Exception as error:
+            log.warning("%s: rollback failed: %s", home.name, describe(error))
+        return home._is_clean(conn)
 
     def discard(self, keeper: ReservoirPool, dbapi_connection: Any) -> None:
         """Close a connection that is broken, or was detached or invalidated."""
