@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+from typing import Any
 
 import psycopg
 import pytest
@@ -95,6 +97,66 @@ def test_capture_and_uncapture(database_url: str, capsys: Output) -> None:
     ]
 
 
+def test_uninstall_shows_what_it_drops_and_leaves_only_the_schema(
+    database_url: str, capsys: Output
+) -> None:
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute("create table orders (id int)")
+        assert main(["outbox", "capture", "orders"]) == 0
+        conn.execute("create table moored.mine (id int)")
+        conn.execute("select moored.outbox_publish('orders', 'x')")
+        # Not a terminal: it asks nobody, and drops nothing.
+        assert main(["outbox", "uninstall"]) == 2
+        out, err = capsys.readouterr()
+        assert "every change of orders is published" in out
+        assert err == "moored: this drops the events, read or not: to confirm it, add --yes\n"
+        conn.execute("select moored.outbox_publish('orders', 'x')")
+        assert main(["outbox", "uninstall", "--yes"]) == 0
+        assert capsys.readouterr().out.endswith("the outbox in schema moored is dropped\n")
+        conn.execute("insert into orders values (1)")
+        assert _left(conn) == ["mine"]
+        assert main(["outbox", "install"]) == 0
+
+
+@pytest.mark.parametrize(("answer", "code", "left"), [("n", 1, True), ("y", 0, False)])
+def test_uninstall_asks_at_a_terminal(
+    database_url: str, monkeypatch: pytest.MonkeyPatch, answer: str, code: int, left: bool
+) -> None:
+    terminal = io.StringIO(f"{answer}\n")
+    monkeypatch.setattr(terminal, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stdin", terminal)
+    assert main(["outbox", "uninstall"]) == code
+    with psycopg.connect(database_url) as conn:
+        assert ("outbox" in _left(conn)) is left
+
+
+def test_uninstall_prints_what_it_runs(database_url: str, capsys: Output) -> None:
+    assert main(["outbox", "uninstall", "--sql"]) == 0
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute(capsys.readouterr().out.encode())
+        assert _left(conn) == []
+
+
+def test_uninstall_drops_nothing_while_a_view_depends_on_it(
+    database_url: str, capsys: Output
+) -> None:
+    with psycopg.connect(database_url, autocommit=True) as conn:
+        conn.execute("create view recent as select * from moored.outbox")
+        assert main(["outbox", "uninstall", "--yes"]) == 2
+        assert "view recent depends on table moored.outbox" in capsys.readouterr().err
+        conn.execute("select moored.outbox_publish('orders', 'x')")
+
+
+def _left(conn: psycopg.Connection[Any]) -> list[str]:
+    """Return the tables, views and functions in the schema of the outbox."""
+    found = conn.execute(
+        "select relname from pg_class where relnamespace = 'moored'::regnamespace"
+        " and relkind in ('r', 'p', 'v')"
+        " union all select proname from pg_proc where pronamespace = 'moored'::regnamespace"
+    )
+    return [name for (name,) in found]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -130,7 +192,7 @@ def test_a_role_without_rights_is_told_who_has_them(database_url: str, capsys: O
 
 
 @pytest.mark.parametrize(
-    "command", ["install", "upgrade", "sql", "status", "prune", "capture", "uncapture"]
+    "command", ["install", "upgrade", "sql", "status", "prune", "capture", "uncapture", "uninstall"]
 )
 def test_help_has_an_example(capsys: Output, command: str) -> None:
     main(["outbox", command, "--help"])

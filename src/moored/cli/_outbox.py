@@ -1,9 +1,10 @@
-"""`moored outbox`: install or upgrade an outbox, show its state, and run its upkeep."""
+"""`moored outbox`: install, upgrade or drop an outbox, show its state, and run its upkeep."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import Awaitable, Callable
 from enum import Enum
 from typing import Annotated, Any, TypeVar
@@ -14,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from moored.kernel import MooredError, counted, describe, duration
-from moored.postgres.outbox import Outbox, OutboxStatus, Wake, ddl, grants
+from moored.postgres.outbox import Outbox, OutboxStatus, Wake, ddl, grants, removal
 from moored.postgres.server import pool_by
 
 from ._client import CommandFailed
@@ -223,6 +224,57 @@ def uncapture(
     text = f"changes of {table_name} are no longer published"
     show({"uncaptured": table_name}, as_json, lambda out: out.print(Text(text)))
     return 0
+
+
+@app.command()
+def uninstall(
+    database_url: DatabaseUrl = "",
+    schema: Schema = "moored",
+    yes: Annotated[bool, typer.Option("--yes", help="Drop it without a question.")] = False,
+    print_sql: Annotated[
+        bool, typer.Option("--sql", help="Only print the statements, for a migration tool.")
+    ] = False,
+    as_json: Json = False,
+) -> int:
+    """Show an outbox, and drop it with all its events and the triggers of captured tables.
+
+    Stop its consumers and publishers before: from then on, a transaction that publishes gets an
+    error. The schema stays, because other tables may be in it. Examples:
+
+        moored outbox uninstall --database-url postgresql://owner@db/app
+
+        moored outbox uninstall --sql > migrations/0012_no_outbox.sql
+    """
+    if print_sql:
+        text = _sql(lambda: removal(schema))
+        show({"sql": text}, as_json, lambda _: typer.echo(text, nl=False))
+        return 0
+    if not database_url:
+        raise typer.BadParameter("give --database-url or DATABASE_URL, or --sql")
+
+    async def look(outbox: Outbox) -> tuple[OutboxStatus, list[str]]:
+        return await outbox.status(), await outbox.captured_tables()
+
+    def shown(out: Console) -> None:
+        _show(out, found)
+        for each in tables:
+            out.print(Text(f"every change of {each} is published"))
+
+    found, tables = _with_outbox(database_url, schema, look)
+    if not as_json:
+        show(None, False, shown)
+    done = yes or _confirmed(schema)
+    if done:
+        _with_outbox(database_url, schema, lambda outbox: outbox.uninstall())
+    text = f"the outbox in schema {schema} is {'dropped' if done else 'left as it is'}"
+    show({"dropped": schema if done else None}, as_json, lambda out: out.print(Text(text)))
+    return 0 if done else 1
+
+
+def _confirmed(schema: str) -> bool:
+    if not sys.stdin.isatty():
+        raise CommandFailed("this drops the events, read or not: to confirm it, add --yes")
+    return typer.confirm(f"Drop the outbox in schema {schema} with all its events?", err=True)
 
 
 def _with_outbox(

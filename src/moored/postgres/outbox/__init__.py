@@ -2,7 +2,7 @@
 
 from ._consumer import OutboxConsumer
 from ._cursor import Cursor
-from ._ddl import Wake, ddl, grants
+from ._ddl import Wake, ddl, grants, removal
 from ._outbox import Outbox, OutboxBatch, OutboxUpkeep
 from ._pool import OutboxPool
 from ._reader import ConsumerReplaced, OutboxEvent, PsycopgPool
@@ -24,4 +24,5 @@ __all__ = [
     "Wake",
     "ddl",
     "grants",
+    "removal",
 ]

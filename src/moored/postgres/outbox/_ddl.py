@@ -319,6 +319,16 @@ drop trigger if exists moored_outbox_capture on {table};
 drop trigger if exists moored_outbox_truncate on {table};
 """
 
+# A trigger function has only triggers that depend on it: those of the captured tables.
+_REMOVE = """
+select pg_advisory_xact_lock(hashtextextended({lock}, 0));
+drop function if exists {schema}.outbox_capture() cascade;
+drop view if exists {schema}.outbox_parts;
+drop table if exists {schema}.outbox, {schema}.outbox_cursors, {schema}.outbox_state;
+drop function if exists {schema}.outbox_publish, {schema}.outbox_store,
+    {schema}.outbox_partitions, {schema}.outbox_prune, {schema}.outbox_wake;
+"""
+
 
 def ddl(schema: str = "moored", *, wake: Wake = "notify") -> str:
     """Return the statements that create an outbox, or bring an older one up to date.
@@ -334,6 +344,11 @@ def ddl(schema: str = "moored", *, wake: Wake = "notify") -> str:
 def grants(role: str, schema: str = "moored") -> str:
     """Return the statements that let a role publish, consume and run the upkeep."""
     return _filled(_GRANTS, schema, role=sql.Identifier(role))
+
+
+def removal(schema: str = "moored") -> str:
+    """Return the statements that drop an outbox with its events; the schema stays."""
+    return _filled(_REMOVE, schema)
 
 
 def captured(table: str, schema: str = "moored") -> str:

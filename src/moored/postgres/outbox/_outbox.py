@@ -413,6 +413,17 @@ class Outbox:
     async def _captured(self, table: str) -> list[Any]:
         return await self._reader.run(sql.SQL(_ddl.captured(table, self.schema)))
 
+    async def captured_tables(self) -> list[str]:
+        """Query the tables whose changes are published by `capture()`."""
+        return [name for (name,) in await self._reader.run(_CAPTURED_TABLES)]
+
+    async def uninstall(self) -> None:
+        """Drop the tables with all events, the functions, and the triggers of captured tables.
+
+        Programs that still publish get an error from then on. The schema stays.
+        """
+        await self._reader.change(sql.SQL(_ddl.removal(self.schema)))
+
     async def upgrade(self, *, report: Callable[[str], object] = log.info) -> None:
         """Bring an older outbox up to date while services publish.
 
@@ -552,6 +563,10 @@ class Outbox:
         return f"<Outbox in schema {self.schema}: {state}>"
 
 
+_CAPTURED_TABLES = """
+select tgrelid::regclass::text from pg_trigger
+where tgfoid = to_regproc({capture}) and tgname = 'moored_outbox_capture' order by 1
+"""
 _PARTITIONS = "select {schema}.outbox_partitions(%(every)s::interval)"
 _PRUNE = "select {schema}.outbox_prune(%(retain)s::interval, %(max_bytes)s)"
 
