@@ -38,6 +38,7 @@ NOT_COMPARED = (
     "moored doctor",
     "moored outbox status",
     "moored outbox upgrade",
+    "moored outbox uninstall",
     "moored consumers list",
 )
 PREPARED = (

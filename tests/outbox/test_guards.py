@@ -285,3 +285,17 @@ async def test_a_restore_of_an_older_copy_forgets_what_was_final(db: Cluster) ->
             assert await read(outbox, cursor) == []
             await late.commit()
             assert await read(outbox, cursor) == [OPEN, "1"]
+
+
+async def test_events_of_a_two_phase_transaction_exist_once_it_is_committed(db: Cluster) -> None:
+    """With NOTIFY the server refuses to prepare it; a message in the WAL can be prepared."""
+    async with Outbox(db.url, retain=None) as outbox:
+        await db.sql(ddl(wake="notify"))
+        with pytest.raises(psycopg.NotSupportedError, match="cannot PREPARE a transaction that"):
+            await prepared(db, "select moored.outbox_publish('orders', 'refused')")
+        await db.sql(ddl(wake="stream"))
+        for end, found in (("rollback", []), ("commit", ["x"])):
+            await prepared(db, "select moored.outbox_publish('orders', 'x')")
+            assert await read(outbox) == []
+            await db.sql(f"{end} prepared 'forgotten'")
+            assert await read(outbox) == found
