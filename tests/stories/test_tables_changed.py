@@ -19,6 +19,10 @@ TOLD = 9.0
 #: What an operator does, and whether the consumer must copy the table again.
 CHANGES = {
     "dropped and recreated": ([f"drop table orders; create table orders {NEW}"], True),
+    "dropped, and created later": (
+        ["drop table orders", "select pg_sleep(2)", f"create table orders {NEW}"],
+        True,
+    ),
     "swapped": (
         [
             f"create table fresh {NEW}; insert into fresh select id + 1000000, org from orders",
@@ -65,9 +69,9 @@ async def test_a_table_that_is_dropped_recreated_and_altered(
                 await order()
                 await all_copied(postgres_url)
                 before = await resets()
-                began = time.monotonic()
                 for statement in statements:
                     await conn.execute(statement)
+                began = time.monotonic()
                 await order()
                 if again:
                     while await resets() == before:
