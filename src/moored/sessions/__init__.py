@@ -7,7 +7,7 @@
         match await alice.send("bob", b"hello", outcome=True):
             case Acked(id=id): ...
             case Rejected(code=code): ...
-            case NotSent(reason=reason): ...  # nothing left this process: safe to send again
+            case NotSent(reason=reason): ...  # nothing left this process, so it cannot arrive twice
             case Unknown(reason=reason): ...  # it left, and then the link was lost: you decide
 
 Invariants:

@@ -11,7 +11,7 @@ from tests.sessions.support import collect, until
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.typing import Subprotocol
 
-from moored.sessions import Acked, Incoming, Msg, Sessions, SetAside
+from moored.sessions import Acked, Incoming, Msg, SendNotSent, Sessions, SetAside, StepFailed
 from moored.sessions._errors import ProtocolError
 from moored.sessions._protocol import Confirmed, DialogueEvent, Greeting, Happening, Ready
 from moored.sessions.mqtt import MessageTooLarge, Mqtt, MqttMemory
@@ -48,6 +48,18 @@ async def test_oversized_message_is_set_aside_and_the_session_continues(
         await until(lambda: len(broker.sent(mqtt5.PubAckPacket)) == 3)
         assert [one.packet_id for one in broker.sent(mqtt5.PubAckPacket)] == [1, 2, 3]
         assert alice.generation == 1
+
+
+async def test_oversized_send_is_not_called_safe_to_repeat(sessions: Sessions) -> None:
+    async with ScriptedBroker() as broker:
+        broker.connack = {"max_packet_size": LIMIT}
+        alice = await sessions.connect("alice", Mqtt(broker.url))
+        why = f"the server accepts {LIMIT}; do not send it again unchanged"
+        with pytest.raises(SendNotSent, match=why) as caught:
+            await alice.send("bob", LARGE)
+        assert isinstance(caught.value.__cause__, StepFailed)
+        assert isinstance(await alice.send("bob", b"x"), Acked)
+        assert broker.payloads() == [b"x"]
 
 
 async def test_oversized_message_over_websocket_is_set_aside(sessions: Sessions) -> None:

@@ -2,7 +2,8 @@
 
 - `Acked`: the server has confirmed the send.
 - `Rejected`: the server has refused the send.
-- `NotSent`: nothing left the process; it is safe to send it again.
+- `NotSent`: nothing left the process; it is safe to send it again, though of no use unchanged if
+  its reason is a `StepFailed` other than a `QueryFailed`: its content was refused.
 - `Unknown`: it left the process, and then the link was lost or the timeout expired; the caller must
   decide whether to send it again.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from .._errors import SessionError
+from .._errors import QueryFailed, SessionError, StepFailed
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Rejected:
 
 @dataclass(frozen=True, slots=True)
 class NotSent:
-    """Nothing left the process: it is safe to send it again."""
+    """Nothing left the process: it cannot arrive twice if it is sent again."""
 
     id: str
     #: The step at which it failed: the name of a step, "queue" before, or "relay" after them.
@@ -77,7 +78,7 @@ class SendRejected(SendFailed):
 
 
 class SendNotSent(SendFailed):
-    """Nothing left the process: it is safe to send it again."""
+    """Nothing left the process: it cannot arrive twice if it is sent again."""
 
 
 class SendUnknown(SendFailed):
@@ -91,8 +92,10 @@ def error_of(outcome: Rejected | NotSent | Unknown) -> SendFailed:
             words = f" ({reason})" if reason else ""
             return SendRejected(f"{id} was rejected by the server: {code}{words}", outcome)
         case NotSent(id=id, stage=stage, reason=reason):
+            lasts = isinstance(reason, StepFailed) and not isinstance(reason, QueryFailed)
+            advice = "do not send it again unchanged" if lasts else "it is safe to send it again"
             error: SendFailed = SendNotSent(
-                f"{id} was not sent (at {stage}): {reason}; it is safe to send it again", outcome
+                f"{id} was not sent (at {stage}): {reason}; {advice}", outcome
             )
         case Unknown(id=id, reason=reason):
             error = SendUnknown(
