@@ -106,7 +106,9 @@ QUERY = (
     "SELECT current_setting('server_version_num'), pg_backend_pid(), ms FROM (SELECT CASE WHEN "
     "setting::int BETWEEN 1 AND 12000 THEN setting ELSE '12000' END AS ms FROM pg_catalog."
     "pg_settings WHERE name = 'wal_sender_timeout') AS found, "
-    "set_config('wal_sender_timeout', ms, false)",
+    "set_config('wal_sender_timeout', ms, false) LEFT JOIN (SELECT set_config(name, '5000', false) "
+    "FROM pg_catalog.pg_settings WHERE name = 'client_connection_check_interval') "
+    "AS checks ON true",
 )
 LOCK = ("acquire_lock", "SELECT pg_advisory_lock(hashtext('moored_slot_default'))")
 PUBLISH = (

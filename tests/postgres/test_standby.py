@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -54,6 +55,36 @@ async def test_a_standby_that_ends_leaves_no_request_for_the_lock(
             await until(nothing_is_left)
             await second.wake()
             await stands_by(second)
+        await until(nothing_is_left)
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from moored.postgres import ConnectionState, Postgres
+
+async def main():
+    async with Postgres(sys.argv[1], stream_id=sys.argv[2], state_dir=sys.argv[3]) as pg:
+        await pg.monitor.wait_until(lambda now: now.conn is ConnectionState.WAITING_ON_LOCK)
+        while not pg.standby_of:
+            await asyncio.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_a_standby_that_is_killed_leaves_no_request_for_the_lock(
+    make: MakePostgres, sql: Sql, streamed_url: str, stream_id: str, tmp_path: Path
+) -> None:
+    async def nothing_is_left() -> bool:
+        return bool(await one(sql, HELD) == 0)
+
+    async with make(state_dir=tmp_path / "first") as first:
+        await first.wait_until_active(LIMIT)
+        arguments = (KILLED, streamed_url, stream_id, str(tmp_path / "second"))
+        second = await asyncio.create_subprocess_exec(sys.executable, "-c", *arguments)
+        assert await second.wait() == -signal.SIGKILL
+        assert await one(sql, HELD)
         await until(nothing_is_left)
 
 

@@ -34,6 +34,9 @@ BINARY_AND_MESSAGES = 140000
 #: transaction of which the stream gets nothing, it answers only after half of this time: with the
 #: server's default of 60 s each connection would be taken for dead there, again and again.
 WAL_SENDER_TIMEOUT = 12_000
+#: A server from version 14 looks so often, in ms, whether a standby that was killed is still there:
+#: its request for the lock keeps a WAL sender.
+STANDBY_CHECK = 5_000
 
 #: The text format of values, independent of the settings of the database.
 DISPLAY = (
@@ -118,7 +121,9 @@ class Setup:
                     f"(SELECT CASE WHEN setting::int BETWEEN 1 AND {WAL_SENDER_TIMEOUT} "
                     f"THEN setting ELSE '{WAL_SENDER_TIMEOUT}' END AS ms "
                     "FROM pg_catalog.pg_settings WHERE name = 'wal_sender_timeout') AS found, "
-                    "set_config('wal_sender_timeout', ms, false)"
+                    "set_config('wal_sender_timeout', ms, false) LEFT JOIN (SELECT "
+                    f"set_config(name, '{STANDBY_CHECK}', false) FROM pg_catalog.pg_settings "
+                    "WHERE name = 'client_connection_check_interval') AS checks ON true"
                 )
             case Step.ACQUIRE_LOCK:
                 return f"SELECT pg_advisory_lock(hashtext({name}))"
