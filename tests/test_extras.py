@@ -17,6 +17,7 @@ CASES = [
     ("import moored.service", "starlette", "service"),
     ("import moored.otel", "opentelemetry", "otel"),
     ("import moored.postgres.prometheus", "prometheus_client", "service"),
+    ("import moored.reservoir.asyncpg", "asyncpg", "asyncpg"),
     ("import moored.reservoir.prometheus", "prometheus_client", "service"),
     ("import moored.sessions.prometheus", "prometheus_client", "service"),
     ("import moored.broker.prometheus", "prometheus_client", "service"),

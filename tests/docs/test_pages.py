@@ -82,6 +82,7 @@ PAGES: dict[str, tuple[tuple[str, str], ...]] = {
         ('"/etc/shop/api-keys"', '{"key": "acme"}'),
         ("redis://cache", "{redis}"),
     ),
+    "howto/move-from-asyncpg": (),
     "howto/move-from-psycopg-pool": (("insert into orders values (1)", "select 1"),),
     "howto/outbox": (("async for batch in outbox.tail(cursor):", "if cursor:"),),
     "howto/pgbouncer-in-front": (),

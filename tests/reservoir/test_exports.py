@@ -10,7 +10,7 @@ import pytest
 
 import moored.reservoir
 from moored.kernel import MooredError
-from moored.reservoir import aws, prometheus
+from moored.reservoir import asyncpg, aws, prometheus
 
 
 def test_the_public_names() -> None:
@@ -27,6 +27,10 @@ def test_the_public_names() -> None:
 
 def test_the_public_names_for_aws() -> None:
     assert aws.__all__ == ["DsqlTokens", "RdsTokens"]
+
+
+def test_the_public_names_for_asyncpg() -> None:
+    assert asyncpg.__all__ == ["AsyncpgPool", "create_pool"]
 
 
 def test_the_public_names_for_prometheus() -> None:
