@@ -33,13 +33,19 @@ class Replica:
         self.handled: list[int] = []
         self.resume = asyncio.Event()
         self.resume.set()
+        #: The function ends after it was cancelled only when this is set.
+        self.leave = asyncio.Event()
+        self.leave.set()
         options: dict[str, Any] = {"on_poison": "park", "tries": 1}
         self.app.consumer(self.outbox, "mail", **options)(self.mail)
 
     async def mail(self, event: OutboxEvent | Reset) -> None:
         if isinstance(event, OutboxEvent):
             self.calls.append(event.json())
-            await self.resume.wait()
+            try:
+                await self.resume.wait()
+            finally:
+                await self.leave.wait()
             if event.json() in self.poison:
                 raise ValueError(f"mail {event.json()} has no address")
             self.handled.append(event.json())
@@ -68,6 +74,14 @@ async def retry_all(url: str) -> None:
     """Ask for a retry of every parked item."""
     async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
         await retry_parked(conn, [each.id for each in await list_parked(conn)])
+
+
+async def terminate_lock_holder(url: str) -> None:
+    """End the connection of the replica that streams, so that another one does."""
+    async with await psycopg.AsyncConnection.connect(url, autocommit=True) as conn:
+        await conn.execute(
+            "select pg_terminate_backend(pid) from pg_locks where locktype = 'advisory' and granted"
+        )
 
 
 @pytest.fixture
@@ -158,11 +172,7 @@ async def test_a_replica_that_has_lost_the_stream_consumes_no_more(
         first.resume.clear()
         await first.publish(3)
         await until(lambda: first.calls == [1, 2, 3], "it has the third", LIMIT)
-        async with await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as conn:
-            await conn.execute(
-                "select pg_terminate_backend(pid) from pg_locks "
-                "where locktype = 'advisory' and granted"
-            )
+        await terminate_lock_holder(postgres_url)
         await until(lambda: second.handled == [3], "the other one has it, too", LIMIT)
         await first.is_now("waiting")
         assert "standby of backend" in first.app.explain("consumer-mail")
@@ -172,6 +182,28 @@ async def test_a_replica_that_has_lost_the_stream_consumes_no_more(
         await until(lambda: second.handled == [3, 1, 2], "the parked ones are handled", LIMIT)
         assert first.calls == [1, 2, 3]
         assert first.handled == []
+
+
+async def test_a_replica_that_has_the_stream_again_before_its_function_has_ended_goes_on(
+    replicas: tuple[Replica, Replica], postgres_url: str
+) -> None:
+    first, second = replicas
+    async with first.app:
+        await first.is_now("active")
+        first.resume.clear()
+        first.leave.clear()
+        async with second.app:
+            await second.is_now("waiting")
+            await first.publish(1)
+            await until(lambda: first.calls == [1], "the first has it", LIMIT)
+            await terminate_lock_holder(postgres_url)
+            await until(lambda: second.handled == [1], "the other one has it, too", LIMIT)
+            await until(lambda: bool(first.pg.standby_of), "the first stands by", LIMIT)
+        await first.pg.wait_until_active(LIMIT)
+        first.resume.set()
+        first.leave.set()
+        await first.publish(2)
+        await until(lambda: first.handled == [2], first.app.explain("consumer-mail"), LIMIT)
 
 
 async def test_a_consumer_that_stood_by_goes_on_where_the_other_has_stopped(

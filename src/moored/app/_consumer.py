@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -39,6 +39,10 @@ FINISH = 2.0
 SHOWN = 3
 
 
+class _StreamLost(Exception):
+    """Another instance has the stream."""
+
+
 class _Consumer(Collector):
     """What a consumer has done so far, over all of its runs."""
 
@@ -70,9 +74,8 @@ class _Consumer(Collector):
             self._report(ctx)
             while True:
                 await self._stand_by(ctx)
-                await first_of(self._run(ctx), self._stream_lost())
-                if not self._standby_of:
-                    return  # the source has ended
+                with suppress(_StreamLost):
+                    return await first_of(self._run(ctx), self._stream_lost())
         except Exception as error:
             self._why = describe(error)
             raise
@@ -98,11 +101,12 @@ class _Consumer(Collector):
         self._report(ctx)
 
     async def _stream_lost(self) -> None:
-        """Wait until another instance has the stream."""
+        """Wait until another instance has the stream; then raise `_StreamLost`."""
         if (stream := self._source.stream) is None:
             await asyncio.Event().wait()
         else:
             await stream.monitor.wait_until(lambda _: bool(self._standby_of))
+            raise _StreamLost
 
     # -- items ---------------------------------------------------------------------------------
 
