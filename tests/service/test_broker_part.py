@@ -32,6 +32,7 @@ def environ(postgres_url: str, tmp_path: Path) -> dict[str, str]:
         "MOORED_ADMIN_TOKEN": "of-the-operator",
         "MOORED_BROKER_CHANNELS": "orders",
         "MOORED_BROKER_KEYS": str(keys),
+        "MOORED_BROKER_JWKS_URL": "http://127.0.0.1:9/keys.json",
     }
 
 
@@ -84,7 +85,9 @@ def test_outbox_reaches_a_stream_and_a_missing_one_only_degrades_the_service(
         assert service.health() == (200, "active")
 
         assert service.get("/v1/subscribe").status_code == 401
-        assert service.get("/v1/subscribe", headers=operator).status_code == 401
+        refused = service.get("/v1/subscribe", headers=operator)
+        assert refused.status_code == 401
+        assert refused.json()["error"] == "this is not a JSON web token"
         assert "export function subscribe" in service.get("/v1/subscribe.js").text
         with stream(service) as found:
             start = next(found)
@@ -133,12 +136,19 @@ def test_stream_is_refused_while_the_database_has_never_been_reached(
 def test_mistakes_of_the_broker_are_reported_before_the_start(
     environ: dict[str, str], tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="MOORED_BROKER_KEYS or MOORED_BROKER_JWT_KEY"):
+    with pytest.raises(ConfigError, match=r"_BROKER_KEYS, .*_JWT_KEY or .*_JWKS_URL"):
         load({}, {"MOORED_BROKER_CHANNELS": "orders"})
     with pytest.raises(ConfigError, match="redis://"):
         load({}, {"MOORED_BROKER_SOURCE": "http://x"})
+    with pytest.raises(ConfigError, match="a file with a key is set too"):
+        load({}, {"MOORED_BROKER_JWKS_URL": "https://login/keys", "MOORED_BROKER_JWT_KEY": "key"})
+    with pytest.raises(ConfigError, match="it is not a URL of the web"):
+        load({}, {"MOORED_BROKER_JWKS_URL": "file:///keys"})
     config = load({}, {"MOORED_BROKER_JWT_ALGORITHM": "es256"})
     assert config.broker_jwt_algorithm == "ES256"
+    symmetric = {**environ, "MOORED_BROKER_JWT_ALGORITHM": "HS256"}
+    done = moored("serve", "--port", "0", cwd=None, **symmetric)
+    assert "the broker cannot start: Jwt: keys that can be read at a URL cannot" in done.stderr
     environ["MOORED_BROKER_KEYS"] = str(tmp_path / "missing")
     done = moored("serve", "--port", "0", cwd=None, **environ)
     assert done.returncode == 2

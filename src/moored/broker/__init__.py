@@ -30,7 +30,8 @@ from ._events import (
     TooManyStreams,
 )
 from ._http import BrokerApp
-from ._identity import ApiKeys, Authenticator, Identity, Jwt
+from ._identity import ApiKeys, Authenticator, Identity, TokenRefused
+from ._jwt import Jwt
 from ._memory import MemorySource
 from ._signals import drain_on_signals
 from ._stream import LiveStream
@@ -65,5 +66,6 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "BrokerOff",
     "HistoryLost",
     "SlowSubscriber",
+    "TokenRefused",
     "TooManyStreams",
 ]

@@ -71,7 +71,7 @@ class BrokerStatistics(NamedTuple):
     dropped: dict[str, int]
     #: Resets that subscribers got, by reason: `gap` or `history`.
     resets: dict[str, int]
-    #: Streams that were refused, by reason: `total` or `tenant`.
+    #: Streams that were refused, by reason: the limits `total` and `tenant`, and `token_…`.
     refused: dict[str, int]
     #: The most events that a subscriber's buffer has held.
     buffer_high_water: int
@@ -404,6 +404,10 @@ class Broker:
         self._resets["history"] += 1
         subscriber.reset(reason, self._newest.id)
 
+    def count_refused(self, reason: str) -> None:
+        """Count a stream that was not opened."""
+        self._refused[reason] += 1
+
     def close(self, stream: LiveStream) -> None:
         """Close a stream."""
         subscriber = stream.subscriber
@@ -419,10 +423,10 @@ class Broker:
             raise BrokerOff("the broker is stopping, or was not started")
         total, each = self.max_streams, self._max_per_tenant
         if len(self._audience) >= total:
-            self._refused["total"] += 1
+            self.count_refused("total")
             raise TooManyStreams(f"{total} streams are open (max_streams)", None)
         if self._audience.of_tenant[tenant] >= each:
-            self._refused["tenant"] += 1
+            self.count_refused("tenant")
             raise TooManyStreams(
                 f"the tenant has {each} streams open (max_streams_per_tenant)", tenant
             )

@@ -29,7 +29,7 @@ from moored.kernel import Clock, SignalCall, awaited
 from ._broker import Broker
 from ._cut import ClientConnection
 from ._events import BrokerOff, StreamStart, TooManyStreams, sse
-from ._identity import Authenticator, Identity, Tickets
+from ._identity import Authenticator, Identity, Tickets, TokenRefused
 from ._stream import LiveStream
 
 __all__ = ["BrokerApp"]
@@ -359,11 +359,17 @@ class BrokerApp:
                 raise _Refused(403, "a cookie is not accepted from another origin")
         if not token:
             raise _Refused(401, "a token is needed, as Authorization: Bearer or X-API-Key")
-        found: Identity | None = await awaited(self._authenticate(token))
-        if found is None:
-            raise _Refused(401, "the token is not valid, or has expired")
-        if found.expires is not None and found.expires <= self._clock.wall():
-            raise _Refused(401, "the token has expired")
+        try:
+            found: Identity | None = await awaited(self._authenticate(token))
+            if found is None:
+                raise TokenRefused("unknown", "the token is not known")
+            if found.expires is not None and found.expires <= self._clock.wall():
+                raise TokenRefused("expired", "the token has expired")
+        except TokenRefused as error:
+            self.broker.count_refused(f"token_{error.reason}")
+            log.info("%s: a token is refused: %s", self.broker.name, error)
+            status = 401 if error.retry_after is None else 503
+            raise _Refused(status, str(error), error.retry_after) from error
         return found
 
     def _is_trusted(self, request: _Request) -> bool:

@@ -1,7 +1,7 @@
-"""Who a subscriber is: API keys, JSON web tokens and one-time tickets.
+"""Who a subscriber is: API keys and one-time tickets; see `_jwt` for JSON web tokens.
 
-An authenticator is a function of a token that returns an `Identity`, or None for a token that is
-not valid. It may be async.
+An authenticator is a function of a token that returns an `Identity`. For a token that is not valid
+it returns None, or raises `TokenRefused` with the reason. It may be async.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from moored.kernel import Clock, describe, extra
+from moored.kernel import Clock, describe
 
-__all__ = ["ApiKeys", "Authenticator", "Identity", "Jwt", "Tickets"]
+from ._events import BrokerError
+
+__all__ = ["ApiKeys", "Authenticator", "Identity", "Tickets", "TokenRefused"]
 
 log = logging.getLogger("moored.broker")
 
@@ -31,6 +33,23 @@ class Identity(NamedTuple):
     expires: float | None = None
     #: The channels that it may have; None for all.
     channels: frozenset[str] | None = None
+    #: The user of the tenant, for events that are meant for one; None for no user.
+    user: str | None = None
+
+
+class TokenRefused(BrokerError):
+    """A token is not valid; raised by an authenticator that has a reason for the client.
+
+    The client gets the text, so it must not have anything of the token or of the keys.
+
+    :param reason: a short word, for metrics and the log.
+    :param retry_after: seconds after which the same token may be valid (503); None for never (401).
+    """
+
+    def __init__(self, reason: str, text: str, *, retry_after: float | None = None) -> None:
+        super().__init__(text)
+        self.reason = reason
+        self.retry_after = retry_after
 
 
 Authenticator = Callable[[str], "Identity | Awaitable[Identity | None] | None"]
@@ -80,49 +99,6 @@ class ApiKeys:
             if found.setdefault(_hash(words[0]), words[1]) != words[1]:
                 raise ValueError(f"{path}, line {number}: the key has another tenant above")
         self._tenants, self._changed = found, changed
-
-
-class Jwt:
-    """An authenticator for JSON web tokens; a stream ends when its token expires.
-
-    :param key: the secret (HS256), or the public key as PEM (RS256, ES256).
-    :param algorithms: the algorithms that are accepted; the token's own choice is not trusted.
-    :param claim: the claim that names the tenant.
-    :param audience: the expected `aud`.
-    :param issuer: the expected `iss`.
-    """
-
-    def __init__(
-        self,
-        key: str | bytes,
-        *,
-        algorithms: Sequence[str] = ("HS256",),
-        claim: str = "org_id",
-        audience: str | None = None,
-        issuer: str | None = None,
-    ) -> None:
-        with extra("jwt", "moored.broker.Jwt"):
-            import jwt
-        self._jwt = jwt
-        self._key = key
-        self._claim = claim
-        self._expected: dict[str, Any] = {"algorithms": list(algorithms)}
-        if issuer is not None:
-            self._expected["issuer"] = issuer
-        if audience is not None:
-            self._expected["audience"] = audience
-
-    def __call__(self, token: str) -> Identity | None:
-        try:
-            claims = self._jwt.decode(
-                token, self._key, options={"require": ["exp"]}, **self._expected
-            )
-        except self._jwt.InvalidTokenError:
-            return None
-        tenant = claims.get(self._claim)
-        if isinstance(tenant, bool) or not isinstance(tenant, str | int):
-            return None
-        return Identity(str(tenant), float(claims["exp"]))
 
 
 class Tickets:

@@ -31,7 +31,7 @@ _COUNTERS = {
 _BY_REASON = {
     "dropped": "Events and deliveries that were dropped, by reason.",
     "resets": "Resets that subscribers got, by reason.",
-    "refused": "Streams that were refused because of a limit, by the limit.",
+    "refused": "Streams that were refused, by the limit, or by what is wrong with the token.",
 }
 
 

@@ -199,10 +199,18 @@ def _authenticator(config: Config) -> Authenticator:
     known: list[Authenticator] = []
     if config.broker_keys is not None:
         known.append(ApiKeys(config.broker_keys))
-    if config.broker_jwt_key is not None:
-        key = config.broker_jwt_key.read_text().strip()
-        algorithms = [config.broker_jwt_algorithm]
-        known.append(Jwt(key, algorithms=algorithms, claim=config.broker_tenant))
+    if config.broker_jwt_key is not None or config.broker_jwks_url is not None:
+        file, url = config.broker_jwt_key, config.broker_jwks_url
+        key = None if file is None else file.read_text().strip()
+        given = config.sources.get("broker_jwt_algorithm") is not None
+        known.append(
+            Jwt(
+                key,
+                jwks=url,
+                algorithms=[config.broker_jwt_algorithm] if given or key else None,
+                claim=config.broker_tenant,
+            )
+        )
 
     async def authenticate(token: str) -> Identity | None:
         for each in known:

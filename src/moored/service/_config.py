@@ -210,6 +210,13 @@ class Config:
         "The file with the secret or the public key (PEM) by which the JSON web tokens of "
         "subscribers are checked.",
     )
+    broker_jwks_url: str | None = _knob(
+        None,
+        _parse.web_url,
+        "The URL of the keys (a JWK set) by which the JSON web tokens of subscribers are checked, "
+        "in place of a file; it is read again for a key that is not known.",
+        hide=redacted,
+    )
     broker_jwt_algorithm: str = _knob(
         "HS256",
         _parse.algorithm,
@@ -296,10 +303,17 @@ class Config:
                     f"{self._label(named[name])}: it requires a database URL: "
                     f"set {named['database_url'].variable}"
                 )
-        if self.broker_channels and self.broker_keys is None and self.broker_jwt_key is None:
+        tokens = self.broker_keys, self.broker_jwt_key, self.broker_jwks_url
+        if self.broker_channels and tokens == (None, None, None):
             yield (
                 f"{self._label(named['broker_channels'])}: subscribers need tokens: set "
-                f"{named['broker_keys'].variable} or {named['broker_jwt_key'].variable}"
+                f"{named['broker_keys'].variable}, {named['broker_jwt_key'].variable} or "
+                f"{named['broker_jwks_url'].variable}"
+            )
+        if None not in tokens[1:]:
+            yield (
+                f"{self._label(named['broker_jwks_url'])}: a file with a key is set too: leave out "
+                f"{named['broker_jwt_key'].variable}"
             )
         if self.no_token and (self.admin_token or self.read_token):
             yield (

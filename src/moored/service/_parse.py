@@ -148,6 +148,13 @@ def broker_source(value: object) -> str:
     raise ValueError("it is not known: choose outbox, listener or a URL such as redis://host")
 
 
+def web_url(value: object) -> str:
+    """Parse a URL of the web."""
+    if (url := text(value, secret=True)).startswith(("https://", "http://")):
+        return url
+    raise ValueError("it is not a URL of the web: write https://host/path")
+
+
 def connection_string_or_empty(value: object) -> str:
     """Parse a PostgreSQL URL; an empty one is valid."""
     return "" if value == "" else connection_string(value)
