@@ -68,6 +68,16 @@ def test_the_page_shows_parts_tree_machines_and_events(service: Running, shown: 
     assert "postgres/connection" in shown.text("#events")
 
 
+def test_a_link_on_a_page_of_another_site_opens_the_page(service: Running, page: Page) -> None:
+    """Such as a terminal or a chat in the browser: on the way, a session is kept back."""
+    for link in (service.link, service.url):
+        page.open(f"data:text/html,<a href='{link}'>open</a>")
+        page.until("document.querySelector('a')")
+        page.evaluate("document.querySelector('a').click()")
+        page.until(f"{STATUS} === 'active'")
+        assert page.evaluate("location.search") == ""
+
+
 def test_each_state_of_the_tree_links_to_its_reason(shown: Page) -> None:
     replication = "moored/postgres/manager/connection/manager/connections/replication"
     shown.evaluate(f"document.querySelector('[data-why=\"{replication}\"]').click()")

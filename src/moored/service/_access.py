@@ -142,7 +142,7 @@ class AccessControl:
         if right == "read":
             return refusal(403, "read only", READ_ONLY)
         if is_page and "text/html" in headers.get("accept", ""):
-            return login_page()
+            return _login_page(headers)
         return refusal(401, "unauthorized", UNAUTHORIZED)
 
     def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
@@ -180,6 +180,15 @@ def _on_this_machine(scope: Scope) -> bool:
         return ip_address((scope.get("client") or ("",))[0]).is_loopback
     except ValueError:
         return False
+
+
+def _login_page(headers: Headers) -> Response:
+    answer = login_page()
+    if headers.get("sec-fetch-site") == "cross-site":
+        # With a link on another site's page, the browser keeps back a session that it may have,
+        # also after the redirect; the page itself asks with it.
+        answer.headers["Refresh"] = "0; url=./"
+    return answer
 
 
 def _path(scope: Scope) -> str:
