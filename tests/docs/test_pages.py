@@ -211,6 +211,7 @@ async def assumed(url: str, directory: Path, redis: str, text: str) -> AsyncIter
             "RedisEvents": RedisEvents,
             "public_key": "",
             "broker": broker.Broker(broker.MemorySource(), channels=["orders"]),
+            "events": broker.MemorySource(),
             "pool": pool,
             "open_pool": pool,
             "conn": conn,

@@ -3,6 +3,7 @@
 Invariants:
 
 - an event reaches only subscribers of its tenant and its channel, without a look at any other;
+- of these, an event for one user reaches only subscribers of that user;
 - a buffer never exceeds its bounds, except by one event that alone is larger;
 - a subscriber gets events in the order of their positions, each at most once;
 - an event that is dropped is reported: by the end of the stream, by a reset, or by a number.
@@ -45,6 +46,7 @@ class StreamBuffer:
         "overrun",
         "replaying",
         "tenant",
+        "user",
     )
 
     def __init__(
@@ -54,8 +56,11 @@ class StreamBuffer:
         limits: tuple[int, int, SlowPolicy],
         *,
         replaying: bool = False,
+        user: str | None = None,
     ) -> None:
         self.tenant = tenant
+        #: The user of the tenant; None for a subscriber that gets no events for one user.
+        self.user = user
         #: The channels that it gets; None for all.
         self.channels = channels
         self.replaying = replaying
@@ -79,6 +84,10 @@ class StreamBuffer:
     def gets(self, channel: str) -> bool:
         """Return whether it gets the events of a channel."""
         return self.channels is None or channel in self.channels
+
+    def may_have(self, event: LiveEvent) -> bool:
+        """Return whether an event of its tenant and channels is for its user, or for all."""
+        return not event.user or event.user == self.user
 
     def push(self, event: LiveEvent) -> str:
         """Buffer an event; return why an event was dropped instead, or an empty string."""

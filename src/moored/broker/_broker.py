@@ -104,6 +104,8 @@ class Broker:
         is a `ReplaySource`, or else the last events, which are kept in memory.
     :param tenant: the field of the payload (a JSON object) that names the tenant, or a function of
         the event that returns its name or None. An event without a tenant is dropped.
+    :param user: the field of the payload that names the only user of the tenant who gets the event;
+        an event without the field is for all of the tenant. By default, all events are.
     :param canonical: returns the canonical form of a tenant's name, or raises `ValueError`; by
         default `canonical_tenant`, for any text. With `canonical_uuid`, the name must be a UUID.
     :param buffer: the most events that wait for one subscriber.
@@ -123,6 +125,7 @@ class Broker:
         channels: Iterable[str] | None = None,
         replay: ReplaySource | None = None,
         tenant: str | Callable[[SourceEvent], str | None] = "org_id",
+        user: str | None = None,
         canonical: Callable[[Any], str] = canonical_tenant,
         buffer: int = 64,
         buffer_bytes: int = 1024 * 1024,
@@ -155,7 +158,7 @@ class Broker:
             self._history = self._recent = RecentEvents(history, history * 16 * 1024)
         else:
             self._history = Replays(replay, self._admit)
-        self._tenants = Tenants(tenant, canonical)
+        self._tenants = Tenants(tenant, canonical, user)
         self._limits = buffer, buffer_bytes, slow
         #: The most streams, of all tenants.
         self.max_streams = max_streams
@@ -298,6 +301,8 @@ class Broker:
             return
         ended = []
         for subscriber in self._audience.hearers(event.tenant, event.channel):
+            if not subscriber.may_have(event):
+                continue
             if reason := subscriber.push(event):
                 self._dropped[reason] += 1
                 if subscriber.end_reason:
@@ -312,13 +317,13 @@ class Broker:
         try:
             if not self.has_channel(found.channel):
                 raise Untold("unknown_channel")
-            tenant = self._tenants.of(found)
+            tenant, user = self._tenants.of(found), self._tenants.user_of(found)
         except Untold as error:
             self._dropped[str(error)] += 1
             return None
         if found.position is None and self._recent is not None:
-            return self._recent.add(found.channel, found.payload, tenant)
-        return LiveEvent(found.channel, found.payload, tenant, found.id, found.position)
+            return self._recent.add(found.channel, found.payload, tenant, user)
+        return LiveEvent(found.channel, found.payload, tenant, found.id, found.position, user)
 
     def _gap(self, gap: SourceGap, kind: str) -> None:
         id, position = gap.id if self._recent is None else self._recent.cut(), None
@@ -347,24 +352,35 @@ class Broker:
 
     @asynccontextmanager
     async def subscribe(
-        self, tenant: str, channels: Iterable[str] | None = None, *, after: str | None = None
+        self,
+        tenant: str,
+        channels: Iterable[str] | None = None,
+        *,
+        after: str | None = None,
+        user: str | None = None,
     ) -> AsyncIterator[LiveStream]:
         """Open a stream of a tenant's events.
 
         :param channels: all channels by default.
         :param after: the id of the last event that the subscriber has; the stream begins with the
             events after it, or with a `StreamReset` if they are not known any more.
+        :param user: the user of the tenant, for events that are meant for one.
         :raises BrokerOff: the broker has no source, or is stopping.
         :raises TooManyStreams: the limit of streams is reached.
         """
-        stream = self.open(tenant, channels, after=after)
+        stream = self.open(tenant, channels, after=after, user=user)
         try:
             yield stream
         finally:
             self.close(stream)
 
     def open(
-        self, tenant: str, channels: Iterable[str] | None = None, *, after: str | None = None
+        self,
+        tenant: str,
+        channels: Iterable[str] | None = None,
+        *,
+        after: str | None = None,
+        user: str | None = None,
     ) -> LiveStream:
         """Open a stream as `subscribe` does; the caller must `close` it."""
         wanted = self.channels if channels is None else frozenset(channels)
@@ -378,7 +394,9 @@ class Broker:
             except (HistoryLost, ValueError) as error:
                 lost = str(error)
         # Registered before the history is read: an event is in one of both, or in both.
-        subscriber = StreamBuffer(tenant, wanted, self._limits, replaying=position is not None)
+        subscriber = StreamBuffer(
+            tenant, wanted, self._limits, replaying=position is not None, user=user
+        )
         self._audience.add(subscriber)
         if lost:
             self._lost(subscriber, lost)

@@ -116,12 +116,16 @@ class ReplaySource(Protocol):
 class LiveEvent:
     """An event on its way to the subscribers of one tenant; it is encoded once for all of them."""
 
-    __slots__ = ("_json", "_sse", "channel", "id", "payload", "position", "size", "tenant")
+    __slots__ = ("_json", "_sse", "channel", "id", "payload", "position", "size", "tenant", "user")
 
-    def __init__(self, channel: str, payload: str, tenant: str, id: str, position: Any) -> None:
+    def __init__(
+        self, channel: str, payload: str, tenant: str, id: str, position: Any, user: str = ""
+    ) -> None:
         self.channel = channel
         self.payload = payload
         self.tenant = tenant
+        #: The only user of the tenant who gets it; empty for all.
+        self.user = user
         self.id = id
         self.position = position
         #: The bytes that count against a subscriber's buffer.

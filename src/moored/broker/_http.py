@@ -259,7 +259,8 @@ class BrokerApp:
             text = "live events have not begun here: their source is not connected yet"
             raise _Refused(503, text, random.uniform(1, 5))
         try:
-            return self.broker.open(identity.tenant, channels, after=after), identity
+            tenant, user = identity.tenant, identity.user
+            return self.broker.open(tenant, channels, after=after, user=user), identity
         except BrokerOff as error:
             raise _Refused(503, str(error), random.uniform(5, 15)) from None
         except TooManyStreams as error:

@@ -31,10 +31,11 @@ class RecentEvents:
         self._before = 0
         self._process = secrets.token_hex(4)
 
-    def add(self, channel: str, payload: str, tenant: str) -> LiveEvent:
+    def add(self, channel: str, payload: str, tenant: str, user: str = "") -> LiveEvent:
         """Number an event, and keep it in place of the oldest ones."""
         self._last += 1
-        event = LiveEvent(channel, payload, tenant, f"{self._process}-{self._last}", self._last)
+        id = f"{self._process}-{self._last}"
+        event = LiveEvent(channel, payload, tenant, id, self._last, user)
         self._kept.append(event)
         self._bytes += event.size
         events, size = self._limits

@@ -117,7 +117,8 @@ class LiveStream:
         return found
 
     def _may_see(self, event: LiveEvent) -> bool:
-        return event.tenant == self.subscriber.tenant and self.subscriber.gets(event.channel)
+        who = self.subscriber
+        return event.tenant == who.tenant and who.gets(event.channel) and who.may_have(event)
 
     def __aiter__(self) -> LiveStream:
         return self

@@ -1,4 +1,7 @@
-"""Which tenant an event belongs to. An event without a certain tenant is dropped, never sent."""
+"""Which tenant an event belongs to, and which user of it.
+
+An event without a certain tenant is dropped, never sent; so is one whose user is not certain.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _ABSENT = object()
 
 
 class Untold(ValueError):
-    """The tenant of an event is not certain; its text is the reason, as a metric's label."""
+    """The tenant or user of an event is not certain; its text is the label of a metric."""
 
 
 def canonical_tenant(value: Any) -> str:
@@ -56,13 +59,18 @@ class Tenants:
 
     :param field: the field of the payload that names the tenant, or a function of the event.
     :param canonical: returns the one form of a tenant's name, or raises `ValueError`.
+    :param user: the field of the payload that names the only user who gets the event, or None.
     """
 
     def __init__(
-        self, field: str | Callable[[SourceEvent], str | None], canonical: Callable[[Any], str]
+        self,
+        field: str | Callable[[SourceEvent], str | None],
+        canonical: Callable[[Any], str],
+        user: str | None = None,
     ) -> None:
         self._field = field
         self._canonical = canonical
+        self._user = user
 
     def canonical(self, value: Any) -> str:
         """Return the one form of a tenant's name; raises `ValueError`."""
@@ -92,6 +100,19 @@ class Tenants:
             raise Untold("other_tenant")
         return tenant
 
+    def user_of(self, event: SourceEvent) -> str:
+        """Return the only user who gets an event, or an empty string for all; raises `Untold`."""
+        pairs = None if self._user is None else _pairs(event.payload)
+        values = [value for name, value in pairs or () if name == self._user]
+        if len(values) > 1:
+            raise Untold("user_twice")
+        if not values:
+            return ""
+        value = values[0]
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise Untold("bad_user")  # null, for example: not for all
+        return str(value)
+
     def _named(self, event: SourceEvent) -> Any:
         """Return what the payload names as its tenant."""
         if callable(self._field):
@@ -100,11 +121,7 @@ class Tenants:
             except Exception:  # code of the user, and a payload of a stranger
                 raise Untold("bad_tenant") from None
             return _ABSENT if found is None else found
-        try:
-            pairs = json.loads(event.payload, object_pairs_hook=_Pairs)
-        except (ValueError, RecursionError):
-            pairs = None
-        if not isinstance(pairs, _Pairs):
+        if (pairs := _pairs(event.payload)) is None:
             if event.tenant is None:
                 raise Untold("not_an_object")
             return _ABSENT
@@ -118,6 +135,15 @@ class Tenants:
             return self.canonical(value)
         except ValueError:
             raise Untold("bad_tenant") from None
+
+
+def _pairs(payload: str) -> _Pairs | None:
+    """Return the fields of a payload; None if it is not an object of JSON."""
+    try:
+        found = json.loads(payload, object_pairs_hook=_Pairs)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, _Pairs) else None
 
 
 class _Pairs(list[tuple[str, Any]]):

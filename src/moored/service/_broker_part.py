@@ -96,6 +96,7 @@ class LiveEvents:
                 self._source(config),
                 channels=config.broker_channels,
                 tenant=config.broker_tenant,
+                user=config.broker_user,
                 canonical=CANONICAL[config.broker_tenant_form],
                 max_streams=min(config.broker_max_streams, _room(config)),
                 recorder=wiring.recorder,
@@ -209,6 +210,7 @@ def _authenticator(config: Config) -> Authenticator:
                 jwks=url,
                 algorithms=[config.broker_jwt_algorithm] if given or key else None,
                 claim=config.broker_tenant,
+                subject=config.broker_user and "sub",
             )
         )
 

@@ -227,6 +227,12 @@ class Config:
         _parse.text,
         "The field of an event's payload, and the claim of a token, that names the tenant.",
     )
+    broker_user: str | None = _knob(
+        None,
+        _parse.text,
+        "The field of an event's payload that names the only user of the tenant who gets the "
+        "event; the user of a stream is the claim `sub` of its token.",
+    )
     broker_tenant_form: str = _knob(
         "text",
         _parse.choice("text", "uuid"),
