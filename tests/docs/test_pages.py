@@ -38,6 +38,7 @@ from .pages import ROOT, Names, all_blocks, page, run
 
 #: The pages whose programs another test runs.
 RUN_ELSEWHERE = {
+    "howto/django-langgraph-procrastinate": "tests/reservoir/test_psycopg_pool_install.py",
     "howto/grpc-fastapi": "tests/rpc/test_docs.py",
     "howto/moving-primary": "tests/rpc/test_docs.py",
     "howto/mqtt": "tests/sessions/test_docs.py",

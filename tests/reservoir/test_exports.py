@@ -10,7 +10,7 @@ import pytest
 
 import moored.reservoir
 from moored.kernel import MooredError
-from moored.reservoir import asyncpg, aws, prometheus
+from moored.reservoir import asyncpg, aws, prometheus, psycopg_pool
 
 
 def test_the_public_names() -> None:
@@ -31,6 +31,10 @@ def test_the_public_names_for_aws() -> None:
 
 def test_the_public_names_for_asyncpg() -> None:
     assert asyncpg.__all__ == ["AsyncpgPool", "create_pool"]
+
+
+def test_the_public_names_for_psycopg_pool() -> None:
+    assert psycopg_pool.__all__ == ["install"]
 
 
 def test_the_public_names_for_prometheus() -> None:
