@@ -737,6 +737,20 @@ async def test_a_pool_leaves_nothing_behind(postgres_url: str) -> None:
         assert await (await conn.execute("select 1")).fetchone() == (1,)
 
 
+async def test_an_app_that_is_cancelled_while_it_starts_closes_its_pool(
+    postgres_url: str,
+) -> None:
+    for turns in range(20):
+        app = new()
+        pool = app.pool(postgres_url, max_size=2)
+        starting = asyncio.create_task(app.__aenter__())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+        assert pool.closed
+
+
 async def test_lost_sessions_are_explained_after_they_are_back() -> None:
     app, server = new(), DemoServer()
     accounts = app.sessions(name="chat", backoff=Backoff(0.01, 0.01))

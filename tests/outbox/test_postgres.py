@@ -55,6 +55,21 @@ async def test_the_first_consumer_starts_the_outbox(
         pg.outbox.consume("search")
 
 
+async def test_a_first_use_that_is_cancelled_leaves_no_connection_behind(
+    make: MakePostgres,
+) -> None:
+    before = asyncio.all_tasks()
+    for turns in range(20):
+        async with make() as pg:
+            reading = asyncio.create_task(pg.outbox.status())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            reading.cancel()
+            await asyncio.wait({reading})
+        left = [each.get_name() for each in asyncio.all_tasks() - before]
+        assert [name for name in left if ".outbox" in name] == []
+
+
 async def test_readers_go_on_while_the_connections_are_put_to_sleep(
     make: MakePostgres, sql: Sql
 ) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from moored.broker import Broker, BrokerApp
 from moored.broker.postgres import OutboxEvents
@@ -51,21 +51,6 @@ __all__ = [
 ]
 
 
-class _Openable(Protocol):
-    async def open(self) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-@asynccontextmanager
-async def _opened(system: _Openable) -> AsyncIterator[None]:
-    await system.open()
-    try:
-        yield
-    finally:
-        await system.close()
-
-
 def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
     """Return a part that keeps a pool open."""
     reservoir = pool.reservoir
@@ -102,7 +87,7 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
     return system_part(
         entry,
         "pool",
-        lambda: _opened(pool),
+        lambda: pool,
         shown,
         judge,
         collector=lambda: ReservoirCollector(pool),
@@ -179,7 +164,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
     return system_part(
         entry,
         "sessions",
-        lambda: _opened(sessions),
+        lambda: sessions,
         shown,
         judge,
         collector=lambda: SessionsCollector(sessions),

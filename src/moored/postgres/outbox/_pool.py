@@ -101,8 +101,7 @@ class OutboxPool:
                     clock=self._clock,
                     recorder=self._recorder,
                 )
-                await pool.open()
-                self._pool = pool
+                self._pool = await pool.__aenter__()  # which closes it if this is cancelled
             return self._pool
 
     async def _connect(self, **_: Any) -> psycopg.AsyncConnection[Any]:
