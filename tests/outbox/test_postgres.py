@@ -70,6 +70,35 @@ async def test_a_first_use_that_is_cancelled_leaves_no_connection_behind(
         assert [name for name in left if ".outbox" in name] == []
 
 
+@pytest.mark.parametrize("turns", [1, 3, 20])
+async def test_a_close_that_is_cancelled_leaves_nothing_open(
+    make: MakePostgres, turns: int
+) -> None:
+    before = asyncio.all_tasks()
+    async with make() as pg:
+        await pg.outbox.install()
+        async with pg.outbox.consume("search"):
+            closing = asyncio.create_task(pg.close())
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.wait({closing})
+            assert not pg.is_open
+    left = [each.get_name() for each in asyncio.all_tasks() - before]
+    assert [name for name in left if "moored" in name or "postgres" in name] == []
+
+
+async def test_an_opening_that_is_cancelled_leaves_nothing_open(make: MakePostgres) -> None:
+    pg = make()
+    opening = asyncio.create_task(pg.open())
+    while not pg.is_open:  # noqa: ASYNC110 (the first moment)
+        await asyncio.sleep(0)
+    opening.cancel()
+    await asyncio.wait({opening})
+    assert opening.cancelled()
+    assert not pg.is_open
+
+
 async def test_readers_go_on_while_the_connections_are_put_to_sleep(
     make: MakePostgres, sql: Sql
 ) -> None:

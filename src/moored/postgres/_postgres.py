@@ -169,7 +169,11 @@ class Postgres:
         self._restarter = Restarter(stack, self._fail, self.outbox_pool.close)
         self._supervisor = self._tree()
         self._start_at_first_use()
-        await self._supervisor.start()
+        try:
+            await self._supervisor.start()
+        except BaseException:  # cancelled
+            await self.close()
+            raise
 
     def _start_at_first_use(self) -> None:
         """Let the first consumer of the outbox start it; also the listener, if it has no URL."""
@@ -227,8 +231,13 @@ class Postgres:
 
     async def close(self) -> None:
         """End every consumer, then close all connections, within `shutdown_timeout`."""
-        if self._state == "open":
-            await self.outbox.close()  # its consumers store their cursors by these connections
+        try:
+            if self._state == "open":
+                await self.outbox.close()  # its consumers store their cursors by these connections
+        finally:
+            await self._end()
+
+    async def _end(self) -> None:
         if self._state != "open":
             self._state = "closed"
             return

@@ -235,11 +235,13 @@ class Outbox:
         """End every consumer, store their cursors, and stop the upkeep."""
         self._state = "closed"
         self.wakes.wake()
-        await asyncio.gather(*(consumer.aclose() for consumer in self._consumers))
-        with suppress(*TEMPORARY):
-            async with asyncio.timeout(CLOSE):
-                await self._reader.keep_final()
-        await self._stack.aclose()
+        try:
+            await asyncio.gather(*(consumer.aclose() for consumer in self._consumers))
+            with suppress(*TEMPORARY):
+                async with asyncio.timeout(CLOSE):
+                    await self._reader.keep_final()
+        finally:
+            await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
         await self.open()
