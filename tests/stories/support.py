@@ -204,6 +204,7 @@ class Callers:
         #: When each order was requested.
         self.began: dict[int, float] = {}
         self._url, self._whose, self._number, self._pause = url, whose, number, pause
+        self._in_hand = set[int]()
         self._ends = False
 
     async def __aenter__(self) -> Callers:
@@ -214,18 +215,25 @@ class Callers:
         self._ends = True
         await asyncio.gather(*self._tasks)
 
+    async def answered(self) -> None:
+        """Wait until the present requests are answered."""
+        present = {*self._in_hand}
+        await until(lambda: not present & self._in_hand, "answers")
+
     async def _call(self) -> None:
         async with client() as http:
             while not self._ends:
                 number = next(_numbers)
                 org = self._whose[number % len(self._whose)]
                 began = self.began[number] = time.monotonic()
+                self._in_hand.add(number)
                 try:
                     path = f"{self._url}/orders/{number}"
                     answer = await http.post(path, params={"org": org})
                     self.answers[answer.status_code] += 1
                 except httpx.TransportError as error:
                     self.answers[repr(error)] += 1
+                self._in_hand.remove(number)
                 self.slowest = max(self.slowest, time.monotonic() - began)
                 await asyncio.sleep(self._pause)
 

@@ -58,6 +58,7 @@ async def test_rolling_deploys(
                     shops.append(await start())
                     old = shops.popleft()
                     await front.reload(*(each.port for each in shops))
+                    await callers.answered()  # the old workers of nginx ask the old replicas
                     stopped.append(await old.ended())
                     log = "\n".join(old.lines)
                     assert "Traceback" not in log, log
