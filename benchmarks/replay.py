@@ -59,8 +59,8 @@ async def fill(url: str, events: int) -> str:
             "insert into moored.outbox (tenant, channel, payload) values (%s, 'orders', '{}')",
             [BUSY],
         )
-        async with Outbox(url, retain=None) as outbox:
-            first = (await outbox.read(limit=1)).events[0].cursor
+        async with running(url) as (_, broker), broker.subscribe(BUSY) as stream:
+            first = stream.start
         values = {"each": events // TENANTS, "busy": BUSY, "events": events}
         async with psycopg.AsyncClientCursor(conn) as cursor:
             await cursor.execute(FILL.replace("% %(", "%% %("), values)

@@ -18,7 +18,7 @@ from tests.broker.serving import ACME, OTHER
 from tests.held import watched_loop
 from tests.servers import empty_database, free_port
 
-from moored.broker import Broker, LiveEvent, LiveStream, SourceEvent, StreamReset
+from moored.broker import Broker, LiveEvent, LiveStream, SourceEvent, SourceGap, StreamReset
 from moored.broker.postgres import ChangeEvents, OutboxEvents
 from moored.embedded import EmbeddedPostgres, SyncEmbeddedPostgres
 from moored.postgres import Postgres
@@ -178,17 +178,50 @@ async def test_tenant_column_decides(url: str) -> None:
 
 async def test_foreign_or_odd_cursor_is_a_reset(url: str) -> None:
     async with node(url) as broker, Outbox(url) as outbox:
-        system, timeline, *rest = (await first_id(url, outbox)).split("-")
+        history, id, mark = (await first_id(url, outbox)).split("-")
+        assert history[1:].isalnum()
         huge = "9" * 30
         for after in (
-            "-".join([str(int(system) + 1), timeline, *rest]),
-            "-".join([system, timeline, huge, "1", "1"]),
-            "-".join([system, timeline, "1", huge, huge]),
-            "-".join([system, timeline, rest[0], rest[1], huge]),
+            "-".join(["0" * 16, id, mark]),
+            "-".join([history, huge, mark]),
+            "-".join([history, id, huge]),
+            "-".join([history, id, mark, huge]),
+            # The cursor of a server, as ids were before.
+            "-".join(["7709356317011491811", "1", id, mark]),
+            history,
             "nonsense",
         ):
             async with broker.subscribe(ACME, after=after) as stream, asyncio.timeout(30):
-                assert isinstance(await anext(stream), StreamReset), after
+                reset = await anext(stream)
+                assert isinstance(reset, StreamReset), after
+                assert not any(letter.isdigit() for letter in reset.reason)
+
+
+async def test_ids_and_resets_do_not_show_the_numbers_of_the_server(url: str) -> None:
+    with psycopg.connect(url) as conn:
+        row = conn.execute("select system_identifier::text from pg_control_system()").fetchone()
+        assert row is not None
+    async with node(url) as broker, Outbox(url) as outbox, broker.subscribe(ACME) as stream:
+        await publish(url, outbox, {"org_id": ACME, "number": 1}, ACME)
+        found = await anext(stream)
+        assert isinstance(found, LiveEvent)
+        cursor = (await outbox.read()).cursor
+        assert cursor.startswith(f"{row[0]}-1-")
+        assert row[0] not in found.sse.decode() + stream.start
+        reason = f"this is another database (system {row[0]} instead of 1)"
+        broker._gap(SourceGap(reason), kind="failure")
+        reset = await anext(stream)
+        assert isinstance(reset, StreamReset)
+        assert reset.reason == "this is another database"
+        broker._gap(SourceGap("the database is on timeline 2 instead of 1: …"), kind="failure")
+        reset = await anext(stream)
+        assert isinstance(reset, StreamReset)
+        assert reset.reason == "the history of the source has changed"
+    # Another node, and the same one after a restart, resumes at the id.
+    async with node(url) as other, other.subscribe(ACME, after=stream.start) as again:
+        replayed = await anext(again)
+        assert isinstance(replayed, LiveEvent)
+        assert replayed.id == found.id
 
 
 async def test_changes_reach_their_tenant_once_the_source_has_begun(

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import math
 import random
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import aclosing, asynccontextmanager, suppress
@@ -331,7 +332,7 @@ class Broker:
             position = self._history.position(id)
         self._newest = Newest(id, position)
         for subscriber in list(self._audience):
-            subscriber.reset(gap.reason, id)
+            subscriber.reset(_public(gap.reason), id)
             self._resets["gap"] += 1
         self._supervisor.recorder.record(self.name, f"gap: {gap.reason}", kind=kind)
 
@@ -420,7 +421,7 @@ class Broker:
 
     def _lost(self, subscriber: StreamBuffer, reason: str) -> None:
         self._resets["history"] += 1
-        subscriber.reset(reason, self._newest.id)
+        subscriber.reset(_public(reason), self._newest.id)
 
     def count_refused(self, reason: str) -> None:
         """Count a stream that was not opened."""
@@ -494,6 +495,12 @@ class Broker:
     def __repr__(self) -> str:
         found = self.status()
         return f"<Broker {self.name!r}: {found['state']}, {found['subscribers']} subscribers>"
+
+
+def _public(reason: str) -> str:
+    """Return a reason for subscribers, without the numbers of a server, which are for operators."""
+    short = re.sub(r" ?\([^()]*\)", "", reason)
+    return "the history of the source has changed" if re.search(r"\d", short) else short
 
 
 def _is_channel(name: str) -> bool:

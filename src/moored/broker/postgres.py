@@ -10,6 +10,10 @@
 An event of the outbox has an id that every node knows, so a client may resume at any of them. The
 others have none: what a client missed is in the memory of its node, or is lost, and then the client
 gets a reset.
+
+Clients do not see what a cursor says about the server: in the id of an event, a hash stands for the
+system identifier and the timeline. It needs no key, so all nodes have the same ids, also after a
+restart, and a system identifier has too many values to be found by its hash.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import lru_cache
+from hashlib import blake2b
 from typing import Any, Protocol
 
 from ._events import HistoryLost, SourceEvent, SourceGap
 
 __all__ = ["ChangeEvents", "ListenerEvents", "OutboxEvents"]
 
-#: The order of an event, and its cursor.
+#: The order of an event, and its id.
 Position = tuple[int, str]
 
 
@@ -69,6 +75,8 @@ class OutboxEvents:
     def __init__(self, outbox: OutboxLike) -> None:
         self._outbox = outbox
         self._cursor: str | None = None
+        # The system identifier and timeline of the server, as they begin a cursor.
+        self._history: str | None = None
 
     async def events(self) -> AsyncGenerator[SourceEvent | SourceGap | None]:
         """Yield the events from the first call on; after an error, from the last one on."""
@@ -77,9 +85,9 @@ class OutboxEvents:
             yield None  # the database answers
         async for batch in self._outbox.tail(self._cursor):
             if self._cursor is None:
-                yield SourceGap("the source has begun", batch.cursor)
+                yield SourceGap("the source has begun", self._id(batch.cursor))
             elif batch.reset is not None:
-                yield SourceGap(batch.reset.reason, batch.cursor)
+                yield SourceGap(batch.reset.reason, self._id(batch.cursor))
             for event in batch.events:
                 self._cursor = event.cursor
                 yield self._event(event)
@@ -91,25 +99,41 @@ class OutboxEvents:
         return self._outbox.delayed
 
     def position(self, id: str) -> Position:
-        """Return the position of a cursor."""
-        return self._outbox.place(id), id
+        """Return the position of an id."""
+        _, _, place = id.partition("-")
+        return self._outbox.place(f"0-0-{place}"), id
 
     async def read(
         self, after: Position, tenant: str, channels: frozenset[str] | None, limit: int
     ) -> list[SourceEvent]:
         """Return events of the tenant after a position."""
+        history, _, place = after[1].partition("-")
+        if self._history is None or _hashed(self._history) != history:
+            self._id((await self._outbox.read(limit=1)).cursor)
+        if self._history is None or _hashed(self._history) != history:
+            raise HistoryLost("the event id is of another database, or of before it was restored")
+        cursor = f"{self._history}-{place}"
         batch = await self._outbox.read(
-            after[1], limit=limit, channels=sorted(channels or ()), tenant=tenant
+            cursor, limit=limit, channels=sorted(channels or ()), tenant=tenant
         )
         if batch.reset is not None:
             raise HistoryLost(batch.reset.reason)
         return [*map(self._event, batch.events)]
 
     def _event(self, found: Any) -> SourceEvent:
-        cursor: str = found.cursor
-        position = self._outbox.place(cursor), cursor
+        id = self._id(found.cursor)
         # The column decides: an event without a tenant has none, whatever its payload names.
-        return SourceEvent(found.channel, found.payload, found.tenant or "", cursor, position)
+        return SourceEvent(found.channel, found.payload, found.tenant or "", id, self.position(id))
+
+    def _id(self, cursor: str) -> str:
+        system, timeline, place = cursor.split("-", 2)
+        self._history = f"{system}-{timeline}"
+        return f"{_hashed(self._history)}-{place}"
+
+
+@lru_cache(maxsize=16)
+def _hashed(history: str) -> str:
+    return blake2b(history.encode(), digest_size=8).hexdigest()
 
 
 class ListenerEvents:
