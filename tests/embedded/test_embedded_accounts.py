@@ -54,7 +54,7 @@ def cache(outside: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def closed() -> Iterator[Path]:
     """A site-packages with the wheel's newest server, in a directory that only root may enter."""
-    wheel = Binaries.from_wheel().prefix
+    wheel = Binaries.find().prefix
     with directory_for_all() as made:
         site = made / "closed" / "site-packages"
         site.parent.mkdir(mode=0o700)
@@ -168,7 +168,7 @@ with SyncEmbeddedPostgres() as pg:
     source, used, version = done.stdout.split()
     assert Path(source).is_relative_to(closed)
     assert Path(used).is_relative_to(outside / "cache")
-    assert version == Binaries.from_wheel().version
+    assert version == Binaries.find().version
 
 
 @as_root
@@ -274,7 +274,7 @@ def test_an_unprivileged_user_can_run_the_server(outside: Path) -> None:
     home.mkdir()
     os.chown(home, NOBODY, NOBODY)
     binaries = _binaries_copy.accessible_binaries(
-        Binaries.from_wheel(), Account("nobody", NOBODY, NOBODY)
+        Binaries.find(), Account("nobody", NOBODY, NOBODY)
     )
     done = subprocess.run(
         [python, "-W", "error", "-c", AS_NOBODY, str(binaries.bin_dir), str(home)],

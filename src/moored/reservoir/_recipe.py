@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 
-from moored.kernel import SECRETS, awaited, in_thread, run_callback
+from moored.kernel import SECRETS, awaited, in_thread, outliving, run_callback
 
 from ._asyncpg import AsyncpgDriver
 from ._budget import Destination
@@ -93,7 +93,7 @@ class Recipe:
         # with its lease, until then.
         connecting = asyncio.ensure_future(self.connect(token))
         try:
-            return await asyncio.shield(connecting)
+            return await outliving(connecting)
         except asyncio.CancelledError:
             await close(await connecting)
             raise

@@ -77,7 +77,7 @@ class LoopIO:
             await server.start_serving()
         return server
 
-    def _start_serving(self, *args: Any) -> None:
+    def _start_serving(self, *args: Any, **options: Any) -> None:
         """Do nothing: the network asks the server whether it serves."""
 
     def _stop_serving(self, sock: SimSocket) -> None:

@@ -17,6 +17,7 @@ from moored.kernel import (
     StatusMonitor,
     WaitTimeout,
     describe,
+    outliving,
 )
 
 from .._errors import PostgresError
@@ -84,7 +85,7 @@ class Stack:
 
         opening = asyncio.ensure_future(stored(opened))
         try:
-            return cls(settings, clock, recorder, *await asyncio.shield(opening))
+            return cls(settings, clock, recorder, *await outliving(opening))
         except asyncio.CancelledError:
             opening.add_done_callback(_closed)
             raise

@@ -21,7 +21,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
 
-from moored.kernel import Tasks, counted
+from moored.kernel import Tasks, counted, outliving
 
 from .._errors import CorruptRecord, StorageError
 from ._storage import Changes, Storage
@@ -144,7 +144,7 @@ class Records:
         # If its caller is cancelled, an error of the change is retrieved here.
         change.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
-            return await asyncio.shield(change)
+            return await outliving(change)
         except asyncio.CancelledError:
             if change.cancelled():
                 raise StorageError(ended) from None
