@@ -44,8 +44,7 @@ with extra("sqlalchemy", "moored.reservoir.sqlalchemy"):
     from sqlalchemy.engine import URL, CreateEnginePlugin, Engine, make_url
     from sqlalchemy.ext.asyncio import AsyncEngine
     from sqlalchemy.ext.asyncio import create_async_engine as sqlalchemy_create_async_engine
-    from sqlalchemy.pool import ConnectionPoolEntry, NullPool, QueuePool
-    from sqlalchemy.pool.base import _ConnectionRecord
+    from sqlalchemy.pool import ConnectionPoolEntry, NullPool, QueuePool, base
     from sqlalchemy.util import concurrency
 
 from moored.leases import Leases
@@ -60,6 +59,14 @@ from ._pool_async import AsyncConnectionPool
 from ._pool_threads import PATIENCE, ConnectionPool
 from ._sqlalchemy_pool import ReservoirPool
 from ._tokens import Provider, Tokens
+
+_Record: Any = getattr(base, "_ConnectionRecord", None)
+if _Record is None:
+    raise ImportError(
+        f"SQLAlchemy {sqlalchemy.__version__} has no pool.base._ConnectionRecord, which "
+        "moored.reservoir.sqlalchemy needs: install a version that this version of Moored was "
+        "tried with"
+    )
 
 if TYPE_CHECKING:
     from sqlalchemy.engine import Dialect
@@ -321,7 +328,8 @@ class _Source(ABC, Generic[P]):
         home, item = self._take()
         record = pool._records.get(id(item.conn))
         if record is None or record.moored_origin[1] is not item:  # type: ignore[attr-defined]
-            record = _ConnectionRecord(pool, connect=False)
+            record = _Record(pool, connect=False)
+            record.moored_pool = pool
             self._arriving[id(record)] = home, item
         return record
 
@@ -331,7 +339,7 @@ class _Source(ABC, Generic[P]):
         home, item = self._take() if found is None else found
         record: Any = connection_record
         record.moored_origin = home, item
-        record._ConnectionRecord__pool._records[id(item.conn)] = record
+        record.moored_pool._records[id(item.conn)] = record
         return self._adapted(item.conn)
 
     def give_back(self, record: ConnectionPoolEntry) -> None:

@@ -13,12 +13,23 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
-from grpc._cython import cygrpc  # type: ignore[import-untyped]
 
 from ._channel_pool import lanes_of
 from .calls._kinds import KINDS
 
 __all__ = ["cut", "cut_async", "has_connection", "is_connected", "make_cuttable"]
+
+try:
+    from grpc._cython import cygrpc  # type: ignore[import-untyped]
+
+    _Call: Any = cygrpc._AioCall
+    _Core, _Status, _UNAVAILABLE = (
+        cygrpc.AioChannel,
+        cygrpc.AioRpcStatus,
+        cygrpc.StatusCode.unavailable,
+    )
+except (ImportError, AttributeError):
+    _Call, _Core, _Status, _UNAVAILABLE = object, None, None, None
 
 _READY = grpc.ChannelConnectivity.READY.value[0]
 _IDLE = grpc.ChannelConnectivity.IDLE.value[0]
@@ -59,7 +70,7 @@ def cut(channel: Any, why: str) -> None:
     """Close a `grpc.Channel`; calls in flight end with UNAVAILABLE."""
     for lane in lanes_of(channel):
         try:
-            _core_of(lane).close(cygrpc.StatusCode.unavailable, why)
+            _core_of(lane).close(_UNAVAILABLE, why)
         except AttributeError:
             pass  # not gRPC's own
     channel.close()
@@ -67,8 +78,8 @@ def cut(channel: Any, why: str) -> None:
 
 def make_cuttable(channel: Any) -> None:
     """Let a `grpc.aio.Channel` make its calls so that `cut_async` can end them."""
-    for lane in lanes_of(channel):
-        if isinstance(core := getattr(lane, "_channel", None), cygrpc.AioChannel):
+    for lane in lanes_of(channel) if _Core is not None else ():
+        if isinstance(core := getattr(lane, "_channel", None), _Core):
             intercepted = any(getattr(lane, f"_{kind}_interceptors", True) for kind in KINDS)
             lane._channel = _CuttableCore(core, intercepted)
 
@@ -111,24 +122,24 @@ class _CuttableCore:
         core = self._core
         if core.closed():
             return core.call(method, deadline, credentials, *rest)  # raises
-        inner = None if credentials is None else credentials._credentials
         try:
+            inner = None if credentials is None else credentials._credentials
             call = _CuttableCall(core, deadline, method, inner, *rest)
-        except TypeError:  # another version of grpcio
+        except (AttributeError, TypeError):  # another version of grpcio
             return core.call(method, deadline, credentials, *rest)
         if self._intercepted:
             self.calls.add(call)
         return call
 
 
-class _CuttableCall(cygrpc._AioCall):  # type: ignore[misc]
+class _CuttableCall(_Call):  # type: ignore[misc]
     """A call that can be ended with UNAVAILABLE, and then does not count as cancelled."""
 
     _cut: Any = None
 
     async def cut(self, why: str) -> None:
         """End the call with UNAVAILABLE, and wait until it has ended."""
-        self._cut = cygrpc.AioRpcStatus(cygrpc.StatusCode.unavailable, why, (), why)
+        self._cut = _Status(_UNAVAILABLE, why, (), why)
         self.cancel(why)
         await super().status()
 
