@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from tools.built_readme import outside_of_checkout
 from tools.compat import PYTHONS, ROOT, SMOKE, mistakes, project
 
 pytestmark = pytest.mark.pure
@@ -37,3 +38,13 @@ def test_classifiers_name_the_versions_that_are_tried() -> None:
     named = [each.removeprefix(prefix) for each in project()["classifiers"] if prefix in each]
     assert tuple(named[1:]) == PYTHONS
     assert f"CPython {PYTHONS[0]} to {PYTHONS[-1]}" in (ROOT / "README.md").read_text()
+
+
+def test_links_of_the_built_readme_work_outside_of_the_checkout() -> None:
+    text = "![page](docs/page.png)\n\n[how](docs/a.md#b), [there](https://example.org/x)"
+    assert outside_of_checkout(text, None) == "\n\nhow, [there](https://example.org/x)"
+    assert outside_of_checkout(text, "https://example.org/m") == (
+        "![page](https://example.org/m/raw/main/docs/page.png)\n\n"
+        "[how](https://example.org/m/blob/main/docs/a.md#b), [there](https://example.org/x)"
+    )
+    assert "](docs/" not in outside_of_checkout((ROOT / "README.md").read_text(), None)
