@@ -83,6 +83,13 @@ class LoopThread:
         return thread is not None and thread.is_alive() and self._pid == os.getpid()
 
     @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop, started if need be."""
+        self._refuse_other_process()
+        with self._lock:
+            return self._running()
+
+    @property
     def is_current(self) -> bool:
         """Whether the caller runs in this thread, and so must not wait for it."""
         return threading.current_thread() is self._thread

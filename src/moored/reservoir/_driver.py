@@ -37,6 +37,8 @@ class Driver:
     kind: ClassVar[Literal["asyncio", "threads", "any"]] = "any"
     #: Whether `state` reports open transactions.
     knows_state: ClassVar[bool] = True
+    #: Whether a connection works on every event loop, and not only on the one that opened it.
+    any_loop: ClassVar[bool] = False
     #: Whether `close` never blocks.
     closes_at_once: ClassVar[bool] = False
 

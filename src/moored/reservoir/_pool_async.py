@@ -5,18 +5,22 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import sys
-from collections.abc import Awaitable, Callable, Coroutine
+import threading
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from functools import wraps
 from types import TracebackType
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from moored.kernel import Timers, awaited, describe
+from moored.kernel import LoopThread, Timers, awaited, describe
 
 from ._core import Waiter
 from ._driver import PING_TIMEOUT, DriverState
 from ._errors import PoolClosed, PoolTimeout, ReservoirError
-from ._item import Item
+from ._item import Item, Place
 from ._pool import Pool
 from ._psycopg import driver
 from ._types import AsyncC as C
@@ -24,6 +28,9 @@ from ._types import AsyncC as C
 __all__ = ["AsyncConnectionPool"]
 
 log = logging.getLogger("moored.reservoir")
+
+#: How often a caller on another loop looks whether the pool's loop has ended.
+LOOK = 1.0
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -83,7 +90,9 @@ class AsyncConnectionPool(Pool[C]):
     _asynchronous = True
 
     def _set_up(self) -> None:
+        # The loop that opens the connections and hands them out, also to callers on other loops.
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._choosing = threading.Lock()
         self._timers = Timers(self.reservoir.clock)
 
     # -- life ----------------------------------------------------------------------------------
@@ -101,11 +110,15 @@ class AsyncConnectionPool(Pool[C]):
 
         :param progress: called once a second while waiting, with a description of the progress.
         """
-        if self.reservoir.state != "open":
-            self._loop = asyncio.get_running_loop()
-            self._nothing: Any = self._loop.create_future()
-            self._nothing.set_result(None)
-        await self._fill(wait, timeout, progress)
+        with self._choosing:
+            if self.reservoir.state == "new" and (self._loop is None or self._loop.is_closed()):
+                self._run_on(asyncio.get_running_loop())
+        await self._at_home(self._fill(wait, timeout, progress))
+
+    def _run_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._nothing: Any = loop.create_future()
+        self._nothing.set_result(None)
 
     async def wait(self, timeout: float = 30.0) -> None:
         """Wait until the pool has `min_size` connections.
@@ -114,7 +127,7 @@ class AsyncConnectionPool(Pool[C]):
         """
         await self._get_usable()
         try:
-            await self._fill_up(timeout)
+            await self._at_home(self._fill_up(timeout))
         except PoolTimeout:
             await self.close()
             raise
@@ -126,9 +139,12 @@ class AsyncConnectionPool(Pool[C]):
         are still closing are no longer waited for.
         """
         if self.reservoir.usable and self._loop is not asyncio.get_running_loop():
-            if self._loop is None or not self._loop.is_closed():
+            if self._loop is None or self._loop.is_closed():
+                self._abandon()
+            elif self._loop.is_running():
+                await self._at_home(self.close(timeout))
+            else:
                 raise RuntimeError(self._on_another_loop())
-            self._abandon()
             return
         self._timers.cancel_all()
         await self.reservoir.stop(timeout)
@@ -152,19 +168,26 @@ class AsyncConnectionPool(Pool[C]):
         At the end of the block, the transaction is committed (or rolled back if the block raised)
         and the connection is returned to the pool.
         """
-        checkout: _AsyncCheckout[C] = (
-            _AsyncMethodCheckout() if self._by_methods else _AsyncCheckout()
-        )
+        checkout: _AsyncCheckout[C]
+        if self._by_methods:
+            checkout = _AsyncMethodCheckout()
+        elif self._loop is asyncio._get_running_loop():
+            checkout = _AsyncCheckout()
+        else:
+            checkout = _DistantCheckout()
         checkout._pool = self
         checkout._timeout = timeout
         return checkout
 
     async def getconn(self, timeout: float | None = None) -> C:
         """Check out a connection, to be returned with `putconn()`; prefer `connection()`."""
-        return self._hand_out(await self._checkout(timeout))
+        return self._hand_out(await self._checkout_anywhere(timeout))
 
     async def putconn(self, conn: C) -> None:
         """Return a connection of `getconn()`; an open transaction is rolled back with a warning."""
+        await self._at_home(self._put(conn))
+
+    async def _put(self, conn: C) -> None:
         await self._returns.release(self._item_of(conn))
 
     async def _resolve_conninfo(self) -> str:
@@ -177,16 +200,16 @@ class AsyncConnectionPool(Pool[C]):
 
     async def resize(self, min_size: int, max_size: int | None = None) -> None:
         """Change the number of connections to keep, and the maximum."""
-        self._resize(min_size, max_size)
+        await self._at_home(_call(self._resize, min_size, max_size))
 
     async def check(self) -> None:
         """Ping every ready connection, and replace those that do not answer."""
         self._check_process()
-        await self.reservoir.upkeep.ping_all(PING_TIMEOUT)
+        await self._at_home(self.reservoir.upkeep.ping_all(PING_TIMEOUT))
 
     async def drain(self) -> None:
         """Replace all connections: ready ones now, those in use when they are returned."""
-        self._drain()
+        await self._at_home(_call(self._drain))
 
     @staticmethod
     async def check_connection(conn: Any) -> None:
@@ -206,6 +229,97 @@ class AsyncConnectionPool(Pool[C]):
         except ReservoirError:
             await asyncio.sleep(0)  # a caller that retries at once must not stop the loop
             raise
+
+    async def _checkout_anywhere(self, timeout: float | None) -> Item[C]:
+        """Check out a connection from any event loop, after opening the pool if need be."""
+        if self._opens_itself and self.reservoir.state == "new":
+            await self.open()
+        elif self._usable and self._loop is not None and self._loop.is_closed() and self._any_loop:
+            await self._move()
+        home = self._distant_home()
+        if home is None or not self._any_loop:
+            return await self._checkout(timeout)
+        limit = (self.timeout if timeout is None else timeout) + PING_TIMEOUT
+        try:
+            async with asyncio.timeout(limit if limit < math.inf else None):
+                return await self._checkout_at(home, timeout)
+        except PoolTimeout:
+            raise
+        except TimeoutError:  # the pool's loop is blocked, or has ended
+            raise self._timed_out(limit) from None
+
+    async def _checkout_at(self, home: asyncio.AbstractEventLoop, timeout: float | None) -> Item[C]:
+        """Check out a connection on the pool's loop, for a caller on another one."""
+        answer: Future[Item[C]] = Future()
+
+        async def serve() -> None:
+            try:
+                item = await self._checkout(timeout)
+            except BaseException as error:
+                cancelled = isinstance(error, asyncio.CancelledError)
+                with suppress(InvalidStateError):
+                    answer.set_exception(
+                        PoolClosed(f"{self.name}: its event loop is ending") if cancelled else error
+                    )
+                return
+            try:
+                answer.set_result(item)
+            except InvalidStateError:  # the caller was cancelled
+                await self._returns.release(item)
+
+        serving = asyncio.run_coroutine_threadsafe(serve(), home)
+        try:
+            return await asyncio.wrap_future(answer)
+        except asyncio.CancelledError:
+            if not answer.cancel() and answer.exception() is None:
+                back = self._returns.release(answer.result())
+                asyncio.run_coroutine_threadsafe(back, home)
+            else:
+                serving.cancel()
+            raise
+
+    async def _at_home(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run this on the pool's loop; it continues there if the caller is cancelled."""
+        home = self._distant_home()
+        if home is None:
+            return await work
+        future = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, home))
+        while not future.done():
+            await asyncio.wait([future], timeout=LOOK)
+            if home.is_closed() and not future.done():
+                future.cancel()
+        if future.cancelled():
+            raise PoolClosed(f"{self.name}: its event loop has ended meanwhile")
+        return future.result()
+
+    def _distant_home(self) -> asyncio.AbstractEventLoop | None:
+        """The pool's loop if it runs in another thread of this process."""
+        home = self._loop
+        if home is None or self.reservoir.pid != os.getpid() or not home.is_running():
+            return None
+        return None if home is asyncio.get_running_loop() else home
+
+    @property
+    def _any_loop(self) -> bool:
+        return self.reservoir.recipe.driver.any_loop
+
+    async def _move(self) -> None:
+        """Continue on the library's own loop, with new connections: the pool's loop has ended.
+
+        Callers whose loops are short-lived, such as those of `async_to_sync`, then share one pool.
+        """
+        with self._choosing:
+            if self._loop is not None and self._loop.is_closed():
+                text = "%s: its event loop has ended: continuing in a thread, with new connections"
+                log.warning(text, self.name)
+                former = self.reservoir.core
+                self._opens_itself = True
+                self._maker = 0  # a connection of the former loop is not returned, but closed
+                self._timers = Timers(self.reservoir.clock)
+                self._run_on(LoopThread.shared().loop)
+                self.reservoir.begin_again()
+                self._drop(item for item in former.items.values() if item.place is Place.READY)
+        await self.open()
 
     async def _sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -229,9 +343,12 @@ class AsyncConnectionPool(Pool[C]):
         reservoir.state = "closed"
         reservoir.on_change_of_state()
         reservoir.core.close()
-        for item in [*reservoir.core.items.values(), *reservoir.core.retired]:
+        self._drop([*reservoir.core.items.values(), *reservoir.core.retired])
+
+    def _drop(self, items: Iterable[Item[C]]) -> None:
+        for item in items:
             try:
-                closing = reservoir.recipe.driver.close(item.conn)
+                closing = self.reservoir.recipe.driver.close(item.conn)
             except RuntimeError:
                 continue  # asyncpg needs the loop to close a connection
             if asyncio.iscoroutine(closing):
@@ -270,12 +387,17 @@ class AsyncConnectionPool(Pool[C]):
     async def _finish(self, item: Item[C], error: BaseException | None) -> None:
         """End a block: commit, or roll back after an error, and return the connection."""
         if not self._owns(item):
+            if self.reservoir.pid == os.getpid():
+                await awaited(self.reservoir.recipe.driver.close(item.conn))
             return
         if isinstance(error, asyncio.CancelledError):
             # anyio cancels every await in a cancelled scope, so this work runs in another task.
             await self.reservoir.upkeep.shielded(self._returns.settle(item, error))
         else:
             await self._returns.settle(item, error)
+
+    async def _return(self, conn: C) -> None:
+        await self._at_home(super()._return(conn))
 
     async def _interrupt(self, conn: C) -> None:
         """Cancel the running statement of a cancelled task, so that its connection can be kept."""
@@ -285,6 +407,10 @@ class AsyncConnectionPool(Pool[C]):
                 await awaited(driver.interrupt(conn, PING_TIMEOUT))
             except Exception as error:
                 log.warning("%s: cancelling a statement failed: %s", self.name, describe(error))
+
+
+async def _call(function: Callable[..., None], *args: Any) -> None:
+    function(*args)
 
 
 class _AsyncCheckout(Generic[C]):
@@ -346,6 +472,27 @@ class _AsyncCheckout(Generic[C]):
                 return await function(*args, **kwargs)
 
         return within
+
+
+class _DistantCheckout(_AsyncCheckout[C]):
+    """The context manager on another event loop than the pool's, and before the pool is open."""
+
+    __slots__ = ()
+
+    def __aenter__(self) -> Coroutine[Any, Any, C]:
+        return self._wait()
+
+    async def _wait(self) -> C:
+        self._item = item = await self._pool._checkout_anywhere(self._timeout)
+        return item.conn
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self._pool._at_home(self._pool._finish(self._item, error))
 
 
 class _AsyncMethodCheckout(_AsyncCheckout[C]):

@@ -164,9 +164,13 @@ class ThreadsPsycopg(PsycopgDriver):
 
 
 class AsyncPsycopg(PsycopgDriver):
-    """The driver for psycopg's connections for asyncio."""
+    """The driver for psycopg's connections for asyncio.
+
+    They wait on the loop that runs, whichever opened them.
+    """
 
     kind: ClassVar[Literal["asyncio"]] = "asyncio"
+    any_loop: ClassVar[bool] = True
 
     async def _run(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
         loop = asyncio.get_running_loop()

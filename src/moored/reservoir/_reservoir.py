@@ -144,6 +144,12 @@ class Reservoir(Generic[C]):
         self._change: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
 
+    def begin_again(self) -> None:
+        """Start over with new connections: the event loop of the former ones has ended."""
+        self.state = "new"
+        self._begin()
+        self.on_change_of_state()
+
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
