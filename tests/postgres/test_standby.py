@@ -14,6 +14,7 @@ from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.servers import free_port, require_server
 
 from moored.postgres import Postgres
+from moored.postgres.outbox._looks import Look
 from moored.postgres.stream import _replication
 
 from .conftest import MakePostgres, Sql
@@ -157,6 +158,39 @@ async def test_the_outbox_is_read_without_the_pooler_while_that_is_down_or_froze
                         break
                     except (psycopg.OperationalError, TimeoutError):  # the connection that was lost
                         await asyncio.sleep(0.05)
+            assert event.payload == "1"
+
+
+async def test_a_page_is_not_waited_for_while_the_pooler_is_frozen(
+    sql: Sql,
+    streamed_url: str,
+    stream_id: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    binary, port = require_server("pgbouncer"), free_port()
+    pooled = through(streamed_url, port)
+    options = {"stream_id": stream_id, "state_dir": tmp_path, "pool_size": 2}
+    async with Postgres(pooled, replication_url=streamed_url, **options) as pg:  # type: ignore[arg-type]
+        with pgbouncer(binary, streamed_url, port=port):
+            await pg.wait_until_active(LIMIT)
+            await pg.outbox.install()
+            await pg.outbox.publish(sql, "orders", "1")
+            (pooler,) = (each for each in psutil.Process().children() if each.name() == "pgbouncer")
+            looks = pg.outbox._reader.looks
+            look = looks.from_now
+
+            async def then_frozen() -> Look:
+                found = await look()
+                pooler.send_signal(signal.SIGSTOP)
+                return found
+
+            with monkeypatch.context() as before_the_page:
+                before_the_page.setattr(looks, "from_now", then_frozen)
+                with pytest.raises(psycopg.OperationalError):
+                    async with asyncio.timeout(3 * GIVEN_UP):
+                        await pg.outbox.read()
+            (event,) = (await pg.outbox.read()).events
             assert event.payload == "1"
 
 

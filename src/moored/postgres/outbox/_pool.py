@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
+from weakref import WeakSet
 
 import psycopg
 
@@ -18,7 +19,7 @@ from moored.kernel import Clock, Recorder, describe
 from moored.reservoir import AsyncConnectionPool, PoolClosed
 
 from .._settings import Settings
-from ..server import Resolver, connect
+from ..server import Resolver, connect, cut
 from ..stream import KEEPALIVES
 
 __all__ = ["OutboxPool"]
@@ -53,6 +54,8 @@ class OutboxPool:
         self._timeout = min(TRIAL, timeout) if len(self._urls) > 1 else timeout
         self._resolver = Resolver(timeout=self._timeout)
         self._pool: AsyncConnectionPool[psycopg.AsyncConnection[Any]] | None = None
+        # The connections by the first URL.
+        self._first: WeakSet[psycopg.AsyncConnection[Any]] = WeakSet()
         self._opening = asyncio.Lock()
         self._fell_back = False
 
@@ -114,6 +117,12 @@ class OutboxPool:
                 first = first or error
                 continue
             self._report(first)
+            if first is None:
+                self._first.add(conn)
+            elif isinstance(first, TimeoutError):
+                # What a frozen pooler was asked for would be waited for until it goes on.
+                for each in self._first:
+                    cut(each)
             return conn
         assert first is not None
         raise first
