@@ -89,7 +89,8 @@ def get(port: str, path: str) -> int:
 
 
 def test_the_image_gets_what_the_build_reads() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    project, hook = settings["project"], settings["tool"]["hatch"]["metadata"]["hooks"]["custom"]
     copied = [
         word
         for name, rest in dockerfile()
@@ -97,7 +98,8 @@ def test_the_image_gets_what_the_build_reads() -> None:
         for word in rest.split()[:-1]
     ]
     assert all((ROOT / each).exists() for each in copied)
-    assert {"src", "pyproject.toml", project["readme"], *project["license-files"]} <= set(copied)
+    read = {"src", "pyproject.toml", "README.md", hook["path"], *project["license-files"]}
+    assert read <= set(copied)
     install = next(rest for name, rest in dockerfile() if name == "RUN" and "pip install" in rest)
     extras = re.findall(r"\.\[(.*)\]", install)[0].split(",")
     assert set(extras) <= project["optional-dependencies"].keys()

@@ -168,12 +168,14 @@ async def test_second_close_waits_for_the_first(server: DemoServer) -> None:
 async def test_handlers_of_several_sessions_can_close_all_sessions(sim: Sim) -> None:
     sessions, server = Sessions(), DemoServer()
     await sessions.open()
-    closed = []
+    closed, bob_has_it = [], asyncio.Event()
 
     async def handler(event: Incoming) -> None:
         if event.type == "messages_upsert":
             if event.profile == "bob":
+                bob_has_it.set()
                 await asyncio.sleep(1.0)  # until the close by alice waits for this handler
+            await bob_has_it.wait()
             await sessions.close()
             closed.append(event.profile)
 
