@@ -103,9 +103,10 @@ def _part(change: Change, how: int) -> Change:
         return _made(Delete, change.relation, change.old, None)
     if how == _WRITE:
         return _made(Insert, change.relation, None, change.new)
-    old, new = change.old or {}, change.new or {}
-    key = {name: old[name] if value is UNCHANGED else value for name, value in new.items()}
-    return _made(Delete, change.relation, key, None)
+    new, old = change.new or {}, change.old
+    if old is not None:
+        new = {name: old[name] if value is UNCHANGED else value for name, value in new.items()}
+    return _made(Delete, change.relation, new, None)
 
 
 def _made(kind: type[C], relation: Relation, old: Row | None, new: Row | None) -> C:
@@ -139,6 +140,7 @@ async def joined(
         else:
             limit = await _add(reader, txn, kept, made, only) or limit
         made.keep()
+        await asyncio.sleep(0)
     return made, limit
 
 
@@ -253,15 +255,16 @@ async def _add_as_they_are_now(
     The stream has not all values that the condition may need.
     """
     touched: dict[KeyValues, tuple[Change, int]] = {}
+    key_of = reader.table.key_of
     for change, part in kept:
         if not isinstance(change, Change):
             made.other(change)
             continue
-        old, new = change.old, change.new
+        new, old = change.new, change.old  # in the order that is faster to read
         if old is not None and part is not ChangePart.WRITE:
-            touched[reader.table.key_of(old)] = change, _OLD_KEY
+            touched[key_of(old)] = change, _OLD_KEY
         if new is not None and part is not ChangePart.DELETE:
-            touched[reader.table.key_of(new, old)] = change, _NEW_KEY
+            touched[key_of(new, old)] = change, _NEW_KEY
     if not touched:
         return
     await asyncio.sleep(0)  # each of the steps takes some milliseconds

@@ -50,6 +50,8 @@ AT_ONCE = 1000
 CHUNK_BYTES, SAMPLE = 16 << 20, 100
 #: Keys of one query.
 KEYS_AT_ONCE = 500
+# What precedes a short value in a message of the stream, by the value's kind and size.
+_HEADS = {kind: [kind + size.to_bytes(4) for size in range(256)] for kind in (b"b", b"t")}
 #: How often the writers of a table are looked at, and after how long they are reported, in seconds.
 WRITERS_EVERY, WRITERS_REPORTED = 0.05, 10.0
 #: The first and the longest wait before a chunk is read again after a failure, in seconds.
@@ -411,15 +413,17 @@ def _messages(result: pq.abc.PGresult, first: int) -> dict[int, bytes]:
     """Return the rows of a result as the stream would have them, by the number before each."""
     kinds = [b"b" if result.fformat(place) else b"t" for place in range(result.nfields)]
     start, value_of = b"N" + (result.nfields - 1).to_bytes(2), result.get_value
-    columns = list(enumerate(kinds))[1:]
+    columns = [(place, kind, _HEADS[kind]) for place, kind in enumerate(kinds)][1:]
     binary, found = kinds[0] == b"b", {}
     for number in range(result.ntuples):
         parts = [start]
-        for place, kind in columns:
+        for place, kind, heads in columns:
             if (value := value_of(number, place)) is None:
                 parts.append(b"n")
+            elif (size := len(value)) < len(heads):
+                parts += heads[size], value
             else:
-                parts += kind, len(value).to_bytes(4), value
+                parts += kind, size.to_bytes(4), value
         at = value_of(number, 0) or b""
         found[first + (int.from_bytes(at) if binary else int(at))] = b"".join(parts)
     return found

@@ -268,12 +268,13 @@ class SourceTable(NamedTuple):
     def key_of(self, row: Row, before: Row | None = None) -> KeyValues:
         """Return the key of a row; of an unchanged large value, from the row before the change."""
         try:
-            key = tuple(
-                before[column.name]
-                if before is not None and row[column.name] is UNCHANGED
-                else row[column.name]
-                for column in self.key
-            )
+            if before is None:
+                key = tuple([row[column.name] for column in self.key])
+            else:
+                key = tuple(
+                    before[column.name] if row[column.name] is UNCHANGED else row[column.name]
+                    for column in self.key
+                )
         except KeyError as missing:
             raise ColumnsChanged(
                 f"a change of {self.qualified} lacks the column {missing} of its key: the column "
