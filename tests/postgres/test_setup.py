@@ -585,9 +585,11 @@ BEFORE_THE_LOCK = (Step.IDENTIFY_SYSTEM, Step.QUERY_PG_INFO, Step.ACQUIRE_LOCK)
 async def test_the_wait_for_the_lock_survives_statement_timeouts(
     postgres_url: str, names: Settings
 ) -> None:
-    holder = await psycopg.AsyncConnection.connect(postgres_url, autocommit=True)
-    await holder.execute("select pg_advisory_lock(hashtext(%s))", [names.slot])
-    async with dialled(postgres_url, options="-c statement_timeout=50ms") as link:
+    async with (
+        await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as holder,
+        dialled(postgres_url, options="-c statement_timeout=500ms") as link,
+    ):
+        await holder.execute("select pg_advisory_lock(hashtext(%s))", [names.slot])
         setup, timeouts = Setup(names), 0
         while (command := setup.command()) is not None and setup.step in BEFORE_THE_LOCK:
             try:

@@ -25,6 +25,8 @@ HEADER = 25
 
 #: A transaction with more bytes than this is written to a file.
 SPILL_AFTER = 16 * 2**20
+#: So many messages are counted at once: more would hold the event loop.
+_COUNTED = 5000
 #: The size of reads and writes of the file.
 _CHUNK = 2**20
 _head = struct.Struct("!i")
@@ -53,11 +55,23 @@ class Body:
     last reference.
     """
 
-    __slots__ = ("_kept", "count", "described", "shelf", "size", "spilled")
+    __slots__ = (
+        "_counted",
+        "_kept",
+        "_mentioned",
+        "count",
+        "described",
+        "shelf",
+        "size",
+        "spilled",
+    )
 
     def __init__(self, shelf: Shelf = _DEFAULT) -> None:
         self.shelf = shelf
         self._kept: list[bytes | Relation] = []
+        # How often each kind and table was mentioned, but for the last messages that are kept.
+        self._mentioned: Counter[bytes] = Counter()
+        self._counted = 0
         #: The file with the first messages; None while all are in memory.
         self.spilled: _Spilled | None = None
         #: The tables that were described within the transaction.
@@ -75,28 +89,34 @@ class Body:
         self.count += len(messages)
         self.size += sum(map(len, messages))
         self._kept += messages
+        if len(self._kept) - self._counted >= _COUNTED:
+            self._count()
         if self.size > self.shelf.spill_after:
             self._spill(2 * len(messages))
 
     def mentioned(self) -> Mapping[bytes, int]:
         """Count the messages by their kind and the four bytes after it, for a row the table's oid.
 
-        Those of a file were counted when it was written.
+        Most were counted when they were added; several threads may call it.
         """
-        kept = Counter(map(_key_of, self._of_messages()))
-        return kept if self.spilled is None else kept + self.spilled.mentioned
+        return self._mentioned + Counter(map(_key_of, self._messages(self._counted)))
+
+    def _count(self) -> None:
+        self._mentioned.update(map(_key_of, self._messages(self._counted)))
+        self._counted = len(self._kept)
 
     def truncates(self) -> list[bytes]:
         """Return the truncate messages."""
-        kept = [entry for entry in self._of_messages() if entry[_KIND] == TRUNCATE]
+        kept = [entry for entry in self._messages(0) if entry[_KIND] == TRUNCATE]
         return kept if self.spilled is None else self.spilled.truncates + kept
 
-    def _of_messages(self) -> list[bytes]:
+    def _messages(self, first: int) -> list[bytes]:
+        """Return the messages that are kept in memory, from a place on."""
+        kept = self._kept[first:]
         # Descriptions of tables are kept among the messages, rarely.
-        kept = (
-            [each for each in self._kept if type(each) is bytes] if self.described else self._kept
+        return cast(
+            "list[bytes]", [e for e in kept if type(e) is bytes] if self.described else kept
         )
-        return cast("list[bytes]", kept)
 
     def describe(self, relation: Relation) -> None:
         """Add the description of a table, which applies to the messages after it."""
@@ -112,8 +132,10 @@ class Body:
         """Write so many messages, the first ones: all at once would hold the event loop."""
         if self.spilled is None:
             self.spilled = _Spilled(self.shelf.directory)
+        self._count()
         self.spilled.gather(self._kept[:number])
         self._kept = self._kept[number:]  # a reader may have begun
+        self._counted = len(self._kept)
 
 
 class _Spilled:
@@ -123,7 +145,6 @@ class _Spilled:
         self._file: int | None = None
         self._relations: list[Relation] = []
         self._gathered = bytearray()
-        self.mentioned: Counter[bytes] = Counter()
         self.truncates: list[bytes] = []
         # Readers in several threads may have to write the rest first.
         self._writing = threading.Lock()
@@ -146,14 +167,13 @@ class _Spilled:
 
     def gather(self, entries: list[bytes | Relation]) -> None:
         """Add entries; they are written when a chunk is full."""
-        messages = [entry for entry in entries if type(entry) is bytes]
-        self.mentioned.update(map(_key_of, messages))
-        self.truncates += [entry for entry in messages if entry[_KIND] == TRUNCATE]
         for entry in entries:
             if isinstance(entry, Relation):
                 self._relations.append(entry)
                 self._gathered += _head.pack(-len(self._relations))
             else:
+                if entry[_KIND] == TRUNCATE:
+                    self.truncates.append(entry)
                 self._gathered += _head.pack(len(entry))
                 if len(entry) > _CHUNK:
                     self._write()
