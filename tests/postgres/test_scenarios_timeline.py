@@ -75,10 +75,12 @@ async def test_a_restore_while_streaming_is_a_reset(tmp_path: Path) -> None:
             await db.restore(backup, "before")
             await seen.until(1, 2, 3, 4, RESTORED)
             await pg.wait_until_active(LIMIT)
-            assert kept(tmp_path) == (
-                History(system_id, 2),
-                {"there": None, "away": RESTORED, "working": RESTORED},
-            )
+            resets = {"there": None, "away": RESTORED, "working": RESTORED}
+
+            async def stored() -> bool:
+                return kept(tmp_path) == (History(system_id, 2), resets)
+
+            await until(stored)  # a thread writes that the reset was handled
             await db.insert(5)
             await seen.until(1, 2, 3, 4, RESTORED, 5)
 
