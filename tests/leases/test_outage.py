@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from itertools import pairwise
 
 import pytest
@@ -285,6 +286,26 @@ async def test_of_the_held_leases_as_many_become_local_as_the_local_limit_allows
         assert sum(lease.live for lease in held) == 2
         assert leases.statistics().lost_expired == 3
         store.error = None
+
+
+@in_virtual_time
+async def test_leases_that_expire_just_after_an_outage_are_renewed_or_exchanged(sim: Sim) -> None:
+    """They could not be renewed in it, and their renewal is under way."""
+    store = ScriptedStore()
+    async with client(store) as leases:
+        held = []
+        for _ in range(20):
+            held.append(await some(leases.acquire("db", limit=20, ttl=60.0)))
+            await asyncio.sleep(0.5)
+        store.break_down()
+        await asyncio.sleep(50.0)
+        store.error, store.takes = None, 1.2
+        while not leases.statistics().available:
+            await asyncio.sleep(0.01)
+            with suppress(StoreUnavailable):
+                await leases.held()
+        await asyncio.sleep(60.0)
+        assert [lease.live and not lease.local for lease in held] == [True] * 20
 
 
 @in_virtual_time

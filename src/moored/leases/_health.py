@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from moored.kernel import Backoff
 
 __all__ = ["StoreHealth"]
@@ -20,6 +22,7 @@ class StoreHealth:
         #: When the next attempt may be made, in monotonic seconds.
         self.retry_at = 0.0
         self._trying = False
+        self._ended = -math.inf
 
     @property
     def up(self) -> bool:
@@ -56,4 +59,9 @@ class StoreHealth:
         self._backoff.succeed()
         self.error = None
         self._trying = False
+        self._ended = now
         return now - self.since
+
+    def in_outage(self, now: float) -> bool:
+        """Whether the store is down, or was until just now: late renewals may be in flight."""
+        return self.error is not None or now - self._ended < self._timeout

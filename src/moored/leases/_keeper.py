@@ -125,11 +125,12 @@ class Keeper:
         self._arm()
 
     def _keep_locally(self, entries: Sequence[Entry]) -> list[Entry]:
-        """In an outage, turn expired leases into local ones; returns those that are lost.
+        """In an outage, or just after it, turn expired leases into local ones; returns those lost.
 
         Losing all of them would close what they protect in every process at once.
         """
-        if self.calls.health.up or self.calls.policy.on_unavailable != "local":
+        in_outage = self.calls.health.in_outage(self.clock.monotonic())
+        if not in_outage or self.calls.policy.on_unavailable != "local":
             return list(entries)
         lost: list[Entry] = []
         for entry in entries:
@@ -172,7 +173,9 @@ class Keeper:
             try:
                 await self._round()
             except StoreUnavailable:
-                self._not_before = self.clock.monotonic() + self._backoff.fail()
+                delay = self._backoff.fail()
+                if not self.calls.health.up:  # another call may have ended the outage
+                    self._not_before = self.clock.monotonic() + delay
             except Exception as error:
                 # Unless a later round succeeds, the leases expire and their holders are notified.
                 self._not_before = self.clock.monotonic() + self._backoff.fail()
