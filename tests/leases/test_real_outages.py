@@ -162,6 +162,7 @@ async def test_local_leases_are_granted_while_the_store_is_down(place: Place, fa
         connect(place.url, on_unavailable="local", local_limit=2, timeout=TIMEOUT) as leases,
     ):
         real = await got(leases)
+        await until(lambda: not real.local)
         await asyncio.to_thread(place.harm, fault)
         with within(LIMIT, "a local lease"):
             local = await got(leases)
