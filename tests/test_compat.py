@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from tools.built_readme import outside_of_checkout
-from tools.compat import PYTHONS, ROOT, SMOKE, mistakes, project
+from tools.compat import OTHER_TESTS, PYTHONS, ROOT, SMOKE, mistakes, project
 
 pytestmark = pytest.mark.pure
 
@@ -31,6 +31,10 @@ def test_what_does_not_belong_into_the_wheel_is_named() -> None:
 
 def test_every_extra_has_a_smoke_test() -> None:
     assert set(SMOKE) == {"", *project()["optional-dependencies"]} - {"all"}
+
+
+def test_the_tests_that_it_runs_exist() -> None:
+    assert all((ROOT / each).is_file() for each in OTHER_TESTS)
 
 
 def test_classifiers_name_the_versions_that_are_tried() -> None:

@@ -2,9 +2,10 @@
 
 Each Python gets clean environments, outside of the checkout: one per extra, and one with all
 extras, in the newest and in the lowest versions that pyproject.toml allows. There a smoke test
-runs, and the pure tests of the unpacked sdist. Only wheels are installed, nothing is compiled. As
-root on a machine with apt, Pythons that are missing come from Debian's testing suite, in a chroot
-below the cache folder.
+runs, and tests of the unpacked sdist: the pure ones, and a few that start programs, among them an
+installed PostgreSQL. Only wheels are installed, nothing is compiled. As root on a machine with
+apt, Pythons that are missing come from Debian's testing suite, in a chroot below the cache folder,
+where the installed PostgreSQL is that of the stable suite.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,11 +32,18 @@ WORK = CACHE / "work"
 UV = WORK / "uv"
 CHROOT = CACHE / "debian"
 MIRROR, SUITE = "http://deb.debian.org/debian", "forky"
+#: The PostgreSQL of the chroot, and its suite: newer than the one of `make servers` on Debian 12.
+POSTGRES, POSTGRES_SUITE = "17", "trixie"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14", "3.15")
 #: What the pure tests import beyond the package and its extras.
 TEST_TOOLS = (
     *("hypothesis", "mqtt5", "psutil", "pytest", "pytest-asyncio", "pytest-randomly"),
     *("pytest-timeout", "uvloop"),
+)
+#: What starts programs, and differs with the interpreter or with the installed PostgreSQL.
+OTHER_TESTS = (
+    *("tests/kernel/test_eager_tasks.py", "tests/testing/test_interpreters.py"),
+    "tests/postgres/test_scenarios_versions.py",
 )
 #: A server that runs in the environment is the best smoke test: it connects, queries and stops.
 EMBEDDED = """
@@ -194,9 +201,16 @@ def _version(path: str, prefix: Sequence[str] = ()) -> str:
 
 
 def make_chroot() -> None:
-    """Install the newest Pythons below the cache folder; nothing else is changed."""
-    if (CHROOT / "made").exists() or os.geteuid() != 0 or not shutil.which("apt-get"):
+    """Install the newest Pythons and a PostgreSQL below the cache folder, and nothing else."""
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
         return
+    if not (CHROOT / "made").exists():
+        _install_debian()
+    if not (CHROOT / f"usr/lib/postgresql/{POSTGRES}").exists():
+        _install_postgres()
+
+
+def _install_debian() -> None:
     print(f"compat: installing Debian {SUITE} with its Pythons in {CHROOT}", flush=True)
     shutil.rmtree(CHROOT, ignore_errors=True)
     tool = CACHE / "debootstrap"
@@ -213,6 +227,20 @@ def make_chroot() -> None:
     (CHROOT / "made").touch()
 
 
+def _install_postgres() -> None:
+    print(f"compat: installing PostgreSQL {POSTGRES} in {CHROOT}", flush=True)
+    etc = CHROOT / "etc"
+    (etc / "apt/sources.list.d/postgres.list").write_text(f"deb {MIRROR} {POSTGRES_SUITE} main\n")
+    (etc / "postgresql-common").mkdir(exist_ok=True)
+    (etc / "postgresql-common/createcluster.conf").write_text("create_main_cluster = false\n")
+    # Debootstrap, too, takes the lists of a mirror that are older than they should be.
+    apt = ("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "-qq")
+    run(*apt, "-o", "Acquire::Check-Valid-Until=false", "update", prefix=_in_chroot())
+    packages = ("--no-install-recommends", f"postgresql-{POSTGRES}")
+    run(*apt, "install", "-y", *packages, prefix=_in_chroot())
+    run(*apt, "clean", prefix=_in_chroot())
+
+
 def _in_chroot() -> tuple[str, ...]:
     """Return the start of a command that runs in the chroot, with mounts that only it sees."""
     work = f"{CHROOT}{WORK}"
@@ -225,30 +253,29 @@ def _in_chroot() -> tuple[str, ...]:
 
 def try_with(
     python: Python, wheel: Path, extras: Sequence[str], tests: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield each step's name and, if it failed, why."""
+) -> Iterator[tuple[str, str | Failed]]:
+    """Yield each step's name, and what it printed or why it failed."""
     everything = f"moored[all] @ file://{wheel}"
     for resolution in ("highest", "lowest-direct"):
         name = f"all extras, {'newest' if resolution == 'highest' else 'lowest'} versions"
         try:
             env = _environment(python, everything, resolution)
-            for code in SMOKE.values():
-                python.run(env, "-I", "-c", code)
-            yield name, ""
+            yield name, "".join(python.run(env, "-I", "-c", code) for code in SMOKE.values())
             if tests:
                 _install(python, env, *TEST_TOOLS)
-                yield f"pure tests, {name}", _pure_tests(python, env)
         except Failed as error:
-            yield name, str(error)
+            yield name, error
+            continue
+        for kind in ("pure", "other") if tests else ():
+            yield f"{kind} tests, {name}", _tests(python, env, kind)
     for extra in ("", *extras):
         name = f"extra {extra} alone" if extra else "no extra"
         try:
             suffix = f"[{extra}]" if extra else ""
             env = _environment(python, f"moored{suffix} @ file://{wheel}", "highest")
-            python.run(env, "-I", "-c", SMOKE[extra])
-            yield name, ""
+            yield name, python.run(env, "-I", "-c", SMOKE[extra])
         except Failed as error:
-            yield name, str(error)
+            yield name, error
 
 
 def _environment(python: Python, package: str, resolution: str) -> Path:
@@ -263,21 +290,23 @@ def _install(python: Python, env: Path, *what: str) -> None:
     python.run(UV, "pip", "install", "-q", "--only-binary=:all:", "--python", env, *what)
 
 
-def _pure_tests(python: Python, env: Path) -> str:
+def _tests(python: Python, env: Path, kind: str) -> str | Failed:
+    """Run the pure tests, or the other ones; return their counts, or what failed."""
     (root,) = (WORK / "sdist").iterdir()
-    pure = [
-        path.relative_to(root)
-        for path in sorted((root / "tests").rglob("test_*.py"))
-        if re.search(r"pytest\.mark\.pure", path.read_text())
-    ]
-    options = ["-q", "-p", "no:cacheprovider", "-m", "pure and not soak", "--workers", "2"]
+    options = ["-q", "-p", "no:cacheprovider", "--workers", "2"]
     # Python 3.15 counts references in another way than Hypothesis expects.
     options += ["-W", "ignore:It looks like `register_random`"]
+    if kind == "pure":
+        options += ["-m", "pure and not soak"]
+        files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]
+        options += [each for each in files if "pytest.mark.pure" in (root / each).read_text()]
+    else:
+        options += ["-m", "not soak", *OTHER_TESTS]
     try:
-        python.run(env, "-m", "pytest", *options, *pure, cwd=root)
+        printed = python.run(env, "-m", "pytest", *options, cwd=root)
     except Failed as error:
-        return str(error)
-    return ""
+        return error
+    return next(line for line in reversed(printed.splitlines()) if " passed" in line)
 
 
 def project() -> dict[str, Any]:
@@ -317,10 +346,12 @@ def main() -> int:
             print(f"Python {version}: not found, not tried", flush=True)
             continue
         python = found[version]
-        for step, why in try_with(python, wheel, extras, not arguments.no_tests):
-            failed += bool(why)
-            print(f"Python {python.version}, {step}: {'FAILED' if why else 'ok'}", flush=True)
-            print(why, end="\n" * bool(why), file=sys.stderr, flush=True)
+        for step, outcome in try_with(python, wheel, extras, not arguments.no_tests):
+            if isinstance(outcome, Failed):
+                failed += 1
+                print(outcome, file=sys.stderr, flush=True)
+                outcome = "FAILED"
+            print(f"Python {python.version}, {step}:", outcome.strip() or "ok", flush=True)
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Check the undocumented parts of asyncio that the simulator uses, on the running interpreter.
 
-`test_interpreters` runs this program with every installed Python; it needs only the standard
-library, and prints the Python version and the digests of a few schedules.
+`test_interpreters` runs this program; it needs only the standard library, and prints the Python
+version and the digests of a few schedules.
 """
 
 from __future__ import annotations
