@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 from moored.kernel import Tasks
 
-__all__ = ["Held", "watched_loop"]
+__all__ = ["holds", "watched_loop"]
 
 #: How often the loop is looked at, in seconds.
 TICK = 0.005
+#: The CPU seconds for which the loop may be held in a test; the contract is a third.
+ALLOWED = 0.15
+#: How often the work is done: the CPU time of a virtual machine is lengthened in bursts.
+TIMES = 3
 
 
 class Held:
@@ -43,3 +47,13 @@ async def watched_loop() -> AsyncIterator[Held]:
     finally:
         gc.unfreeze()
         await tasks.cancel()
+
+
+async def holds(work: Callable[[], Awaitable[object]]) -> bool:
+    """Return whether some work holds the loop for too long, each time that it is done."""
+    for _ in range(TIMES):
+        async with watched_loop() as held:
+            await work()
+        if held.longest < ALLOWED:
+            return False
+    return True

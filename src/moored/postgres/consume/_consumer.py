@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Generic, NamedTuple, Never, Self, cast
@@ -105,25 +105,28 @@ class Transaction:
 
     def __iter__(self) -> Iterator[Change | Truncate | Emitted]:
         """Yield the changes in the order in which they were made."""
-        return self._chosen(self._committed.__iter__())
+        return self._chosen(self._all())
 
     async def __aiter__(self) -> AsyncIterator[Change | Truncate | Emitted]:
         """Yield the changes; other tasks run in between, which matters if there are many."""
-        since = 0
-        for change in self:
-            yield change
-            since += 1
-            if since == PAUSE_EVERY:
-                since = 0
+        tables = self._tables
+        for looked_at, change in enumerate(self._all(), 1):
+            if tables is None or isinstance(change, Emitted) or change.relation.oid in tables:
+                yield change
+            if not looked_at % PAUSE_EVERY:  # also those of other tables take time
                 await asyncio.sleep(0)
 
+    def _all(self) -> Iterator[Change | Truncate | Emitted]:
+        """Return its changes, and perhaps those of tables that are not followed."""
+        return iter(self._committed)
+
     def _chosen(
-        self, changes: Iterator[Change | Truncate | Emitted]
+        self, changes: Iterable[Change | Truncate | Emitted]
     ) -> Iterator[Change | Truncate | Emitted]:
         """Return those of the followed tables."""
         tables = self._tables
         if tables is None:
-            return changes
+            return iter(changes)
         return (
             change
             for change in changes

@@ -18,6 +18,7 @@ __all__ = ["HEADER", "Committed"]
 
 #: Where the table's oid and the row are in the message of a row.
 _OID, _ROW = slice(HEADER + 1, HEADER + 5), HEADER + 5
+_MESSAGE = ord("M")
 
 
 class _Counts(NamedTuple):
@@ -113,6 +114,16 @@ class Committed:
 
         known, relations = self.relations.get(oid), self.relations
         return self._changes(view, relations if known is None else {**relations, oid: view(known)})
+
+    def emitted(self) -> Iterator[Emitted | None]:
+        """Yield the messages of pg_logical_emit_message(), and None in place of all else."""
+        for entry in self.body.entries():
+            found = None
+            if type(entry) is bytes and entry[HEADER] == _MESSAGE:
+                message = parse(entry, HEADER)
+                assert isinstance(message, LogicalMessage)
+                found = Emitted(message.prefix, message.content)
+            yield found
 
     def _changes(
         self, view: Callable[[Relation], Relation], relations: Mapping[int, Relation]

@@ -19,7 +19,6 @@ from .._errors import ConfigurationError, PostgresError
 from .._lsn import Lsn
 from .._position import History
 from ..consume import Reset, Transaction
-from ..decode import Emitted
 from ._cursor import Cursor, OutboxState
 from ._publish import encoded
 from ._reader import OutboxEvent, Page, Reader
@@ -34,6 +33,8 @@ log = logging.getLogger("moored.postgres")
 RING_SIZE = 64 << 20
 #: Seconds until the stream must have delivered a message that was committed.
 ARRIVES = 10.0
+#: After so many changes of a transaction, which may have a million, other tasks run.
+PAUSE_EVERY = 1000
 
 
 class StreamRing(StreamWakes):
@@ -124,8 +125,10 @@ class StreamRing(StreamWakes):
         if txn.xid == 0 or not txn._committed.emits():
             return
         number = 0
-        async for each in txn:  # it may have a million
-            if not isinstance(each, Emitted) or each.prefix != self._prefix or not each.content:
+        for looked_at, each in enumerate(txn._committed.emitted(), 1):
+            if not looked_at % PAUSE_EVERY:
+                await asyncio.sleep(0)
+            if each is None or each.prefix != self._prefix or not each.content:
                 continue
             number += 1
             try:

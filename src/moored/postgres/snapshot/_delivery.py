@@ -75,12 +75,12 @@ class JoinedTransaction(Transaction):
         """The position after this transaction: store it with the effect, pass it as `start=`."""
         return self._copy_position
 
-    def __iter__(self) -> Iterator[Delivered]:
+    def _all(self) -> Iterator[Delivered]:
         if self._changes is not None:
             return iter(self._changes)
         if self._columns is not None:
-            return self._chosen(self._committed.only(*self._columns))
-        return super().__iter__()
+            return self._committed.only(*self._columns)
+        return super()._all()
 
     def __len__(self) -> int:
         return super().__len__() if self._changes is None else len(self._changes)

@@ -132,7 +132,7 @@ async def joined(
     for number, piece in enumerate(_pieces(_by_key(reader, txn), most)):
         if number:
             await asyncio.sleep(0)
-        kept, begin_again = await _kept(reader, state, txn, piece)
+        kept, begin_again = await _kept(reader, state, txn, list(txn._chosen(piece)))
         if begin_again:
             return None, None
         if where:
@@ -145,9 +145,9 @@ async def joined(
 
 
 def _by_key(reader: TableReader, txn: Transaction) -> Iterator[Delivered]:
-    """Return the changes of the table, of which only the key is read."""
+    """Return the changes, and those of other tables; of the table's, only the key is read."""
     names = tuple(column.name for column in reader.table.key)
-    return txn._chosen(txn._committed.only(reader.table.oid, names))
+    return txn._committed.only(reader.table.oid, names)
 
 
 def _pieces(changes: Iterable[Delivered], most: int) -> Iterator[list[Delivered]]:
