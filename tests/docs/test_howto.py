@@ -29,6 +29,7 @@ NOT_RUN = {
     "PGPASSFILE=": "it opens a prompt",
     "redis-cli": "tests/leases/test_redis.py reads these keys",
     "python -m moored.testing.proxy": "read as a whole page below",
+    "MOORED_RESERVOIR_RATE=20 moored soak": "tests/cli/test_soak.py runs it for seconds",
     "moored serve --demo": "tests/browser/test_demo.py compares the output",
     "moored consumers retry": "tests/app/test_consumers.py retries what a service has parked",
     "moored explain": "tests/postgres compares the text with a lock of another process",

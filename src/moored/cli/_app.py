@@ -31,6 +31,7 @@ from . import (
     _show,
     _slots,
     _snapshot,
+    _soak,
     _target,
 )
 from ._client import CommandFailed, UnknownComponent
@@ -61,6 +62,7 @@ app.add_typer(_slots.app)
 app.command()(_snapshot.snapshot)
 app.command()(_schema_trigger.schema_trigger)
 app.command()(_doctor.doctor)
+app.command()(_soak.soak)
 
 
 def _complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
