@@ -48,22 +48,23 @@ async def importer(ctx):
 """
 
 
-def dockerfile() -> list[tuple[str, str]]:
+def dockerfile(directory: Path = DEPLOY) -> list[tuple[str, str]]:
     """Return the instructions of the Dockerfile."""
-    text = re.sub(r"^#.*\n", "", (DEPLOY / "Dockerfile").read_text(), flags=re.MULTILINE)
+    text = re.sub(r"^#.*\n", "", (directory / "Dockerfile").read_text(), flags=re.MULTILINE)
     lines = [line.partition(" ") for line in text.splitlines() if line]
     return [(name, rest) for name, _, rest in lines]
 
 
-def instruction(name: str) -> str:
+def instruction(name: str, directory: Path = DEPLOY) -> str:
     """Return the argument of an instruction that occurs once."""
-    (found,) = [rest for each, rest in dockerfile() if each == name]
+    (found,) = [rest for each, rest in dockerfile(directory) if each == name]
     return found
 
 
-def command(name: str) -> list[str]:
+def command(name: str, directory: Path = DEPLOY) -> list[str]:
     """Return an instruction in exec form, to be run with the tests' interpreter."""
-    words: list[str] = json.loads(instruction(name).partition("CMD ")[2] or instruction(name))
+    rest = instruction(name, directory)
+    words: list[str] = json.loads(rest.partition("CMD ")[2] or rest)
     return [sys.executable if word == "python" else word for word in words]
 
 

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from tests.programs import Program
 from tests.servers import free_port
-from tests.service.support import clean_environment, own_stream, until
+from tests.service.support import answers, clean_environment, own_stream, until
 from tools import figures
 
 from moored.postgres.outbox import ddl
@@ -82,7 +82,7 @@ def test_service_of_the_readme_has_subscribers(postgres_url: str, tmp_path: Path
             Program("uvicorn", *arguments, cwd=tmp_path, environ=environ) as service,
         ):
             try:
-                until(lambda: _answers(http, f"{base}/moored/v1/health?ready"), "it is ready")
+                until(lambda: answers(f"{base}/moored/v1/health?ready"), "it is ready")
                 url = address.replace("http://127.0.0.1:8000", base)
                 with http.stream("GET", url, headers={name: value}) as stream:
                     lines = stream.iter_lines()
@@ -92,10 +92,3 @@ def test_service_of_the_readme_has_subscribers(postgres_url: str, tmp_path: Path
                     assert next(lines) == "data: {}"
             finally:
                 service.send_signal(signal.SIGTERM)
-
-
-def _answers(http: httpx.Client, url: str) -> bool:
-    try:
-        return http.get(url).is_success
-    except httpx.TransportError:
-        return False

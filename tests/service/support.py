@@ -23,6 +23,7 @@ from tests.programs import Program, run_program
 
 __all__ = [
     "Running",
+    "answers",
     "clean_environment",
     "gone",
     "moored",
@@ -41,6 +42,14 @@ def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) -> Non
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit} s: {what}"
         time.sleep(0.03)
+
+
+def answers(url: str) -> bool:
+    """Whether a request to a service, which may not listen yet, succeeds."""
+    try:
+        return httpx.get(url, timeout=LIMIT, trust_env=False).is_success
+    except httpx.TransportError:
+        return False
 
 
 _numbers = itertools.count(1)

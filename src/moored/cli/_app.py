@@ -25,6 +25,7 @@ from . import (
     _consumers,
     _doctor,
     _leases,
+    _new,
     _outbox,
     _schema_trigger,
     _sessions,
@@ -63,6 +64,7 @@ app.command()(_snapshot.snapshot)
 app.command()(_schema_trigger.schema_trigger)
 app.command()(_doctor.doctor)
 app.command()(_soak.soak)
+app.command()(_new.init)
 
 
 def _complete_component(ctx: typer.Context, incomplete: str) -> list[str]:
