@@ -40,9 +40,10 @@ TEST_TOOLS = (
     *("hypothesis", "mqtt5", "psutil", "pytest", "pytest-asyncio", "pytest-randomly"),
     *("pytest-timeout", "uvloop"),
 )
-#: What starts programs, and differs with the interpreter or with the installed PostgreSQL.
+#: What starts programs, and differs with the interpreter, the driver or the installed PostgreSQL.
 OTHER_TESTS = (
-    *("tests/kernel/test_eager_tasks.py", "tests/testing/test_interpreters.py"),
+    *("tests/kernel/test_eager_tasks.py", "tests/kernel/test_loop_thread.py"),
+    *("tests/testing/test_interpreters.py", "tests/reservoir/test_cancellation.py"),
     "tests/postgres/test_scenarios_versions.py",
 )
 #: A server that runs in the environment is the best smoke test: it connects, queries and stops.

@@ -349,7 +349,13 @@ EXIT = """
 def run_script(script: str) -> str:
     """Run a script in another process, because pytest's must neither fork nor exit."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", textwrap.dedent(script)],
+        # From Python 3.12 on, the fork of a process with threads is a warning.
+        [
+            sys.executable,
+            *("-W", "error", "-W", "ignore:This process"),
+            "-c",
+            textwrap.dedent(script),
+        ],
         capture_output=True,
         text=True,
         timeout=60,

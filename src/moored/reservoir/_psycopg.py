@@ -8,18 +8,23 @@ psycopg's own methods lack: a server that has vanished never answers.
 from __future__ import annotations
 
 import asyncio
+import functools
+import logging
 import select
 import time
+import weakref
 from typing import Any, ClassVar, Literal, get_origin
 
 import psycopg
-from psycopg import pq
+from psycopg import pq, waiting
 from psycopg.abc import PQGen
 from psycopg.waiting import Wait
 
 from ._driver import Connect, Driver, DriverState
 
 __all__ = ["driver", "driver_for"]
+
+log = logging.getLogger("moored.reservoir")
 
 _IDLE = int(pq.TransactionStatus.IDLE)
 _STATES = {
@@ -33,6 +38,8 @@ _STATES = {
 _COPY = (pq.ExecStatus.COPY_IN, pq.ExecStatus.COPY_OUT, pq.ExecStatus.COPY_BOTH)
 #: How often a readable socket is read to find its end: a last message of the server may precede it.
 _READS = 3
+#: Seconds that a statement may take to end after its caller was cancelled.
+_ENDS = 5.0
 #: As plain numbers, because an enum's operators are slow.
 _READ, _WRITE = int(Wait.R), int(Wait.W)
 _EVENTS = (0, select.POLLIN, select.POLLOUT, select.POLLIN | select.POLLOUT)
@@ -172,6 +179,14 @@ class AsyncPsycopg(PsycopgDriver):
     kind: ClassVar[Literal["asyncio"]] = "asyncio"
     any_loop: ClassVar[bool] = True
 
+    def set_pool(self, conn: Any, pool: Any) -> None:
+        """Set the connection's pool, which keeps it when its caller is cancelled."""
+        super().set_pool(conn, pool)
+        if pool is None:
+            vars(conn).pop("wait", None)
+        elif type(conn).wait is psycopg.AsyncConnection.wait:
+            conn.wait = functools.partial(_wait, weakref.ref(conn))
+
     async def _run(self, conn: Any, conversation: PQGen[Any], what: str, timeout: float) -> None:
         loop = asyncio.get_running_loop()
         ends = loop.time() + timeout
@@ -197,6 +212,33 @@ class AsyncPsycopg(PsycopgDriver):
         except Exception:
             conn.pgconn.finish()
             raise
+
+
+async def _wait(
+    conn: weakref.ref[Any], conversation: PQGen[Any], interval: float = 0.1, **options: Any
+) -> Any:
+    """Do as psycopg's `wait`, but leave a connection open whose caller is cancelled twice.
+
+    In anyio's scopes, each await is cancelled. psycopg 3.3.9 then closes the connection, while the
+    server executes the statement; the pool cancels it, and uses the connection again.
+    """
+    held = conn()
+    assert held is not None  # the caller has it
+    pgconn = held.pgconn
+    try:
+        return await waiting.wait_async(conversation, pgconn.socket, interval=interval, **options)
+    except asyncio.CancelledError:
+        if pgconn.transaction_status == pq.TransactionStatus.ACTIVE:
+            try:
+                async with asyncio.timeout(_ENDS):
+                    await held.cancel_safe(timeout=_ENDS)
+                    await waiting.wait_async(conversation, pgconn.socket, interval=interval)
+            except TimeoutError:
+                log.warning("closing a connection whose statement was cancelled, but did not end")
+                pgconn.finish()
+            except psycopg.Error:
+                pass  # it has ended, or the pool cancels it again
+        raise
 
 
 # -- generators of psycopg's kind, which yield the socket events to wait for -----------------------
