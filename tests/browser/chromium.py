@@ -7,7 +7,7 @@ import re
 import subprocess
 import time
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,12 @@ class Page:
             if message.get("id") == self._number:
                 return dict(message)
             self._note(message)
+
+    def end(self, method: str) -> None:
+        """Close the tab (`Page.close`), or crash its process (`Page.crash`)."""
+        self._number += 1
+        command = {"id": self._number, "method": method, "sessionId": self._session}
+        self._socket.send(json.dumps(command))
 
     def open(self, url: str) -> None:
         """Open a URL."""
@@ -134,12 +140,21 @@ class Browser:
     @contextmanager
     def page(self) -> Iterator[Page]:
         """Open a new tab with its own cookies and storage."""
+        with self.tabs() as open_tab:
+            yield open_tab()
+
+    @contextmanager
+    def tabs(self) -> Iterator[Callable[[], Page]]:
+        """Yield a function that opens a new tab; the tabs share their cookies and storage."""
         context = self._command("Target.createBrowserContext")["browserContextId"]
-        target = self._command("Target.createTarget", url="about:blank", browserContextId=context)[
-            "targetId"
-        ]
-        session = self._command("Target.attachToTarget", targetId=target, flatten=True)
-        yield Page(self._socket, session["sessionId"])
+
+        def open_tab() -> Page:
+            blank = {"url": "about:blank", "browserContextId": context}
+            target = self._command("Target.createTarget", **blank)["targetId"]
+            session = self._command("Target.attachToTarget", targetId=target, flatten=True)
+            return Page(self._socket, session["sessionId"])
+
+        yield open_tab
         self._command("Target.disposeBrowserContext", browserContextId=context)
 
     def close(self) -> None:
