@@ -25,7 +25,7 @@ from moored.testing import scaled
 
 from .pages import ROOT, all_blocks, page
 
-__all__ = ["Reader", "Terminal", "pattern"]
+__all__ = ["FRESH", "Reader", "Terminal", "pattern"]
 
 LIMIT = 90.0
 INSTALL_LIMIT = 600.0
@@ -106,9 +106,10 @@ class Terminal:
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, script: str, directory: Path) -> Iterator[Self]:
-        """Open a terminal alone, and close it at the end."""
-        terminal = cls(script, directory, _plain_environment(), threading.Condition())
+    def opened(cls, script: str, directory: Path, **environment: str) -> Iterator[Self]:
+        """Open a terminal alone, with more variables than a reader has, and close it at the end."""
+        environment = _plain_environment() | environment
+        terminal = cls(script, directory, environment, threading.Condition())
         try:
             yield terminal
         finally:
@@ -239,7 +240,7 @@ class Reader:
 
 def _plain_environment() -> dict[str, str]:
     """Return the environment of a reader: ours without the settings of the tests."""
-    ours = ("MOORED_", "PYTHON", "COVERAGE", "VIRTUAL_ENV")
+    ours = ("MOORED_", "PYTHON", "COVERAGE", "VIRTUAL_ENV", "MAKE")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return plain | {"PYTHONUNBUFFERED": "1"}
 

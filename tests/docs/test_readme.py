@@ -1,26 +1,27 @@
-"""README is short, its table is that of the stored results, and its commands run in a new clone."""
+"""README is short, its table is that of the stored results, and all that it says can be done."""
 
 from __future__ import annotations
 
+import io
+import os
 import re
-import shlex
-import signal
 import subprocess
+import sys
+import tarfile
 from pathlib import Path
 
 import httpx
-import psycopg
 import pytest
-from tests.programs import Program
 from tests.servers import free_port
-from tests.service.support import answers, clean_environment, own_stream, until
+from tests.service.support import answers, until
 from tools import figures
 
-from moored.postgres.outbox import ddl
+from moored.embedded import SyncEmbeddedPostgres
 
 from .pages import ROOT, blocks, page
-from .reader import Terminal, pattern
+from .reader import FRESH, Terminal, pattern
 
+INSTALL_LIMIT = 600.0
 LIMIT = 90.0
 
 
@@ -48,47 +49,81 @@ def test_table_of_figures_tells_short_runs_and_unknown_loads() -> None:
     assert "; all rows come from short runs (`--quick`)." in " ".join(figures.conditions([short]))
 
 
-@pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_commands_of_the_readme_run_in_a_new_clone(tmp_path: Path) -> None:
-    block, _ = blocks(page("README"), "console")
+def test_a_newcomer_follows_the_readme(tmp_path: Path) -> None:
+    """Do what README says, from its first block to the last, in a copy of the last commit.
+
+    The blocks run as they stand: the environment tells the ports, and where the host `db` is. The
+    copy has the packages of these tests, as if it had installed them; in `make soak` it does.
+    """
+    clone = _clone(tmp_path)
+    text = (clone / "README.md").read_text()
+    (demo, asked), (program,) = blocks(text, "console"), blocks(text)
+    environment = {
+        "HOME": str(tmp_path),
+        "XDG_STATE_HOME": str(tmp_path / "state"),
+        "MOORED_STATE_DIR": str(tmp_path / "state"),
+        "PATH": f"{clone / '.venv' / 'bin'}:{os.environ['PATH']}",
+        "PYTHONPATH": str(clone / "src"),
+    }
+    _start_the_demo(demo, clone, environment)
+    (install,) = re.findall(r"`(pip install [^`]*)` in this checkout", text)
+    for command in [install] * FRESH + ["make"]:
+        _run(command, clone, environment)
+    for target in set(re.findall(r"`make (\w+)`", text)):
+        assert target in _run(f"make -n {target}", clone, environment)
+    (clone / "orders.py").write_text(program)
+    with SyncEmbeddedPostgres(user="app", database="orders") as server:
+        environment |= {"PGHOSTADDR": server.host, "PGPORT": str(server.port)}
+        _subscribe(asked, clone, environment | {"PGPASSWORD": server.password})
+
+
+def _clone(directory: Path) -> Path:
+    clone = directory / "clone"
+    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, capture_output=True)
+    with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
+        files.extractall(clone, filter="data")
+    if not FRESH:
+        (clone / ".venv").mkdir()
+        (clone / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
+        for made in (".made", ".run", ".dev"):
+            (clone / ".venv" / made).touch()
+    return clone
+
+
+def _run(command: str, clone: Path, environment: dict[str, str]) -> str:
+    with Terminal.opened(command, clone, **environment) as terminal:
+        terminal.wait_ended(LIMIT)
+        return terminal.printed
+
+
+def _start_the_demo(block: str, clone: Path, environment: dict[str, str]) -> None:
+    """Start it, open its link, and press Ctrl-C."""
     command, _, shown = block.removeprefix("$ ").partition("\n")
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "-q", str(ROOT), str(clone)], check=True)
-    port = free_port()
-    with Terminal.opened(f"{command} PORT={port}", clone) as terminal:
-        terminal.wait_for("^" + pattern(shown.replace("8089", str(port))), limit=600)
+    port = str(free_port())
+    with (
+        Terminal.opened(command, clone, **environment, PORT=port) as terminal,
+        httpx.Client(follow_redirects=True, timeout=LIMIT, trust_env=False) as browser,
+    ):
+        terminal.wait_for("^" + pattern(shown.replace("8089", port)), INSTALL_LIMIT)
+        (link,) = re.findall(r"http://\S+\?token=\S+", terminal.printed)
+        assert "<title>" in browser.get(link).raise_for_status().text
+        status = browser.get(f"http://127.0.0.1:{port}/v1/status").raise_for_status()
+        assert status.json()["ready"]
 
 
-def test_service_of_the_readme_has_subscribers(postgres_url: str, tmp_path: Path) -> None:
-    (program,) = blocks(page("README"))
-    shown = "postgresql://app@db/orders"
-    assert shown in program
-    (tmp_path / "orders.py").write_text(program.replace(shown, postgres_url))
-    _, block = blocks(page("README"), "console")
-    curl, psql = (shlex.split(line.removeprefix("$ ")) for line in block.splitlines())
-    _, _, _, header, address = curl
-    _, _, statement, _ = psql
-    name, _, value = header.partition(": ")
-    port = free_port()
-    environ = clean_environment(**own_stream(), HOME=str(tmp_path), PYTHONPATH=str(tmp_path))
-    arguments = ("orders:api", "--port", str(port))
-    with psycopg.connect(postgres_url, autocommit=True) as conn:
-        conn.execute("create table orders (id serial primary key)")
-        conn.execute(ddl().encode())
-        base = f"http://127.0.0.1:{port}"
-        with (
-            httpx.Client(timeout=LIMIT, trust_env=False) as http,
-            Program("uvicorn", *arguments, cwd=tmp_path, environ=environ) as service,
-        ):
-            try:
-                until(lambda: answers(f"{base}/moored/v1/health?ready"), "it is ready")
-                url = address.replace("http://127.0.0.1:8000", base)
-                with http.stream("GET", url, headers={name: value}) as stream:
-                    lines = stream.iter_lines()
-                    assert "event: start" in lines
-                    conn.execute(statement.encode())
-                    assert "event: orders" in lines
-                    assert next(lines) == "data: {}"
-            finally:
-                service.send_signal(signal.SIGTERM)
+def _subscribe(block: str, clone: Path, environment: dict[str, str]) -> None:
+    """Start the service, subscribe with the first command, and publish with the second."""
+    port = str(free_port())
+    curl, publish = (line.removeprefix("$ ") for line in block.splitlines())
+    _, _, database = publish.rpartition(" ")
+    _run(f"psql -c 'create table orders (id int)' {database}", clone, environment)
+    _run(f"moored outbox install --database-url {database}", clone, environment)
+    with Terminal.opened("uvicorn orders:api", clone, **environment, UVICORN_PORT=port) as service:
+        service.wait_for("Application startup complete")
+        until(lambda: answers(f"http://127.0.0.1:{port}/moored/v1/health?ready"), "it is ready")
+        curl = curl.replace(":8000", f":{port}")
+        with Terminal.opened(curl, clone, **environment) as browser:
+            browser.wait_for("event: start\n")
+            _run(publish, clone, environment)
+            browser.wait_for("event: orders\ndata: {}\n")
