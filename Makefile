@@ -42,7 +42,7 @@ DEV_PACKAGES := -e '.[service,embedded,redis,dynamodb,sqlalchemy,asyncpg,aws,grp
 
 say = @printf '\033[1m» %s\033[0m\n'
 
-.PHONY: help run check pure test tests soak lint format bench bench-check docs compat clean servers
+.PHONY: help run check pure test tests soak lint format bench bench-check docs compat conformance clean servers
 
 help: ## List the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | \
@@ -117,6 +117,9 @@ bench-check: $(VENV)/.dev ## Run the quick benchmarks against benchmarks/targets
 
 compat: $(VENV)/.made ## Build sdist and wheel, check them, and try them with each Python from 3.11 to 3.15 that is found
 	@$(BIN)/python tools/compat.py
+
+conformance: $(VENV)/.run ## Run other projects' tests with Moored's pools: DJANGO=… PROCRASTINATE=… LANGGRAPH=… (checkouts)
+	@TMPDIR=$(SCRATCH) PYTHONPATH=. $(BIN)/python -m tools.conformance --django='$(DJANGO)' --procrastinate='$(PROCRASTINATE)' --langgraph='$(LANGGRAPH)'
 
 clean: ## Remove the virtual environment and everything that was built
 	rm -rf $(VENV) build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .hypothesis
