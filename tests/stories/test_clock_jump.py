@@ -21,7 +21,7 @@ from tests.stories.support import (
 from moored.testing import scaled
 
 #: Requests after each jump.
-REQUESTS = scaled(5_000, least=50)
+REQUESTS = scaled(1_000, least=50)
 
 
 async def test_a_clock_that_jumps_by_a_day(
