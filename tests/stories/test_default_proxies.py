@@ -24,7 +24,7 @@ from tests.stories.support import (
 from moored.testing import scaled
 
 #: Requests before, between and after the restarts.
-REQUESTS = scaled(2_000, least=40)
+REQUESTS = scaled(1_000, least=40)
 
 
 async def test_pgbouncer_and_nginx_with_their_defaults(

@@ -26,7 +26,7 @@ from tests.stories.support import (
 
 from moored.testing import scaled
 
-ROUNDS = scaled(20, least=1)
+ROUNDS = scaled(5, least=1)
 READERS, SLEEPERS = scaled(100, least=4), scaled(40, least=3)
 SERVERS = {
     "uvicorn": UVICORN,

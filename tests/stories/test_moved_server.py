@@ -28,7 +28,7 @@ from tests.stories.support import (
 from moored.embedded import SyncEmbeddedPostgres
 from moored.testing import scaled
 
-ORDERS = scaled(5_000, least=50)
+ORDERS = scaled(1_000, least=50)
 PASSWORD = "moved"
 
 

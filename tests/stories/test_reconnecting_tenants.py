@@ -29,7 +29,7 @@ QUIET, LIVE = scaled(200, least=20), 4
 #: How often all quiet clients come back, and how many orders each of their tenants has.
 ROUNDS, EACH = scaled(10, least=2), 5
 #: Requests without reconnects, and with them.
-REQUESTS = scaled(2_000, least=60)
+REQUESTS = scaled(1_000, least=60)
 #: Seconds within which a live event arrives on a busy machine.
 LATE = 10.0
 #: Rows of tenants of which no client is there.
