@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from moored.kernel import counted, describe, duration
+from moored.kernel import counted, describe
 from moored.reservoir import ReservoirConfig
 
 from ._client import CommandFailed
@@ -27,7 +27,7 @@ from ._soak_load import Line, three_lines
 __all__ = ["soak"]
 
 #: The most columns of the plot, and its heights.
-WIDTH, BLOCKS = 60, "▁▂▃▄▅▆▇█"
+WIDTH, BLOCKS = 50, "▁▂▃▄▅▆▇█"
 #: Seconds that a connection beside the pool may take.
 CONNECT_TIMEOUT = 10
 
@@ -71,7 +71,8 @@ def soak(
         moored soak --url postgresql://app@db/orders --max-size 20 --minutes 3 --kill
     """
     # What callers notice is in the report; it is not logged as well.
-    logging.getLogger("moored").addHandler(logging.NullHandler())
+    for name in ("moored", "psycopg"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
     # Enabled as in a pool without variables, unless one says otherwise.
     environ = {**os.environ, ENABLED: os.environ.get(ENABLED) or "true"}
     try:
@@ -135,22 +136,14 @@ async def _connections_left(url: str) -> int:
 
 
 def _show(console: Console, lines: list[dict[str, Any]]) -> None:
-    rows = table(
-        *("line", "callers", "ready min", "median", "empty", "checkouts/s"),
-        *("wait p50", "p99", "max", "connects", "most/s", "errors"),
-    )
-    for line in lines:
-        waits = (f"{1000 * seconds:.2f} ms" for seconds in line["wait"].values())
-        errors = ", ".join(f"{number} {kind}" for kind, number in line["errors"].items())
-        ready = (f"{number:g}" for number in line["ready"].values())
-        cells = line["line"], line["callers"], *ready, line["empty"]
-        rate = f"{line['checkouts_per_second']:.0f}"
-        connects = line["connects"], line["most_connects_in_a_second"]
-        rows.add_row(*map(str, (*cells, rate, *waits, *connects, errors or "none")))
+    rows = table("", *(line["line"] for line in lines))
+    for name in (key for line in lines[:1] for key in line if isinstance(line[key], int | float)):
+        rows.add_row(name.replace("_", " "), *(str(line[name]) for line in lines))
+    found = [", ".join(f"{n} {kind}" for kind, n in line["errors"].items()) for line in lines]
+    rows.add_row("errors", *(each or "none" for each in found))
     console.print(rows)
     for line in lines:
-        times = f"{duration(line['seconds'])}, lifetimes of up to {duration(line['lifetime'])}"
-        console.print(Text(f"\n{line['line']}: {times}"))
+        console.print(Text(f"\n{line['line']}"))
         for name, values in line["each_second"].items():
             step = -(-len(values) // WIDTH) or 1
             means = [mean(values[at : at + step]) for at in range(0, len(values), step)]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import psycopg
 
 from moored.kernel import Tasks, describe
-from moored.reservoir import AsyncConnectionPool, PoolTimeout, ReservoirConfig
+from moored.reservoir import AsyncConnectionPool, ReservoirConfig
 
 __all__ = ["Line", "three_lines"]
 
@@ -73,7 +73,7 @@ class Line:
                 work = [tasks.start(self._call(pool, end)) for _ in range(self.callers)]
                 _, waiting = await asyncio.wait(work, timeout=self.seconds + GRACE + queue)
                 for _ in waiting:
-                    self.failed(PoolTimeout("still waiting for a connection at the end"))
+                    self.failed(TimeoutError("still waiting at the end"))
             finally:
                 await tasks.cancel()
 
@@ -148,19 +148,21 @@ class Line:
         samples = self.samples or [Sample(0.0)]
         first, end = samples[0], samples[-1]
         waits, ready = sorted(self.waits) or [0.0], [each.ready for each in samples]
+        longest = (1000 * waits[of_100 * (len(waits) - 1) // 100] for of_100 in (50, 99, 100))
         seconds = list(pairwise([*samples[::SAMPLES], end]))
         connects = [until.connects - since.connects for since, until in seconds]
         return {
             "line": self.name,
+            "seconds": round(end.elapsed, 1),
+            "longest_lifetime": round(self.config.base_lifetime + self.config.lifetime_jitter, 1),
             "callers": self.callers,
-            "seconds": end.elapsed,
-            "lifetime": self.config.base_lifetime + self.config.lifetime_jitter,
-            "ready": {"min": min(ready), "median": median(ready)},
+            "ready_min": min(ready),
+            "ready_median": round(median(ready)),
             "empty": end.empty,
-            "checkouts_per_second": end.checkouts / (end.elapsed or 1.0),
-            "wait": {f"p{p}": waits[p * (len(waits) - 1) // 100] for p in (50, 99, 100)},
+            "checkouts_per_second": round(end.checkouts / (end.elapsed or 1.0)),
+            **{f"wait_{name}_ms": round(next(longest), 2) for name in ("p50", "p99", "max")},
             "connects": end.connects - first.connects,
-            "most_connects_in_a_second": max(connects, default=0),
+            "connects_in_worst_second": max(connects, default=0),
             "errors": self.errors,
             "messages": self.messages,
             "kills": self.kills,
