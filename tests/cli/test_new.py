@@ -81,6 +81,9 @@ def test_service_runs_as_its_readme_says_and_stops_at_sigterm(tmp_path: Path) ->
                 browser.wait_for(r'"op" : "update".*"packed":true')
                 service.send_signal(signal.SIGTERM)
                 assert service.wait(STOP_LIMIT) == 0
+            subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+            added = ["git", "add", "--all", "--dry-run"]
+            assert "data" not in subprocess.check_output(added, cwd=tmp_path, text=True)
         finally:
             service.kill()
 
