@@ -9,9 +9,11 @@ with psycopg_pool only is a failure.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -73,8 +75,10 @@ PROJECTS = {
             *("sphinx", "pytest-timeout"),
         ),
         (
-            *(*PYTEST, "tests/integration", "tests/acceptance"),
-            *("tests/unit/test_psycopg_connector.py", "tests/unit/test_sync_psycopg_connector.py"),
+            *(*PYTEST, "tests/integration", "tests/unit/test_psycopg_connector.py"),
+            *("tests/unit/test_sync_psycopg_connector.py", "tests/acceptance/test_async.py"),
+            *("tests/acceptance/test_sync.py", "tests/acceptance/test_shell.py"),
+            "tests/acceptance/test_nominal.py",
         ),
     ),
     "langgraph": Project(
@@ -107,22 +111,25 @@ def run(*command: str | Path, cwd: Path = ROOT, **environment: str) -> str:
 def _run(
     command: tuple[str | Path, ...], cwd: Path, environment: Mapping[str, str], output: IO[str]
 ) -> int:
-    """Run a command to its end; what it has started may outlive it, and hold its output."""
+    """Run a command to its end, and end the programs that it has left behind."""
     ours = ("MOORED_", "PYTHON", "VIRTUAL_ENV", "MAKEFLAGS", "PG")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-    try:
-        return subprocess.run(
-            command,
-            cwd=cwd,
-            env={**plain, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            timeout=LIMIT,
-            check=False,
-        ).returncode
-    except subprocess.TimeoutExpired as error:
-        raise Failed(str(error)) from None
+    with subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**plain, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        try:
+            return process.wait(LIMIT)
+        except subprocess.TimeoutExpired as error:
+            raise Failed(str(error)) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def differences(before: Outcomes, after: Outcomes) -> Iterator[tuple[str, str, str]]:
@@ -235,6 +242,8 @@ def main() -> int:
     if (uv := shutil.which("uv", path=places)) is None:
         print("conformance: uv is needed: run it as `make conformance`", file=sys.stderr)
         return 2
+    # A job in the background ignores it, and so would the programs of the tests.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         same = [compare(name, checkout, uv) for name, checkout in given.items()]
     except Failed as error:
