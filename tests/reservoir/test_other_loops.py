@@ -52,6 +52,22 @@ def test_loops_that_end_share_a_pool(run: Callable[..., Any], module_url: str) -
         run(pid_of, pool)
 
 
+def test_a_loop_that_rests_lends_what_is_ready(module_url: str) -> None:
+    async def use_all(pool: Psycopg) -> None:
+        async with pool.connection():
+            with pytest.raises(PoolClosed, match="rests, and no connection is ready"):
+                await pid_of(pool)
+
+    with asyncio.Runner() as home:
+        pool: Psycopg = AsyncConnectionPool(module_url, max_size=1, open=False)
+        home.run(pool.open(wait=True))
+        pids = {home.run(pid_of(pool)), *(asyncio.run(pid_of(pool)) for _ in range(3))}
+        asyncio.run(use_all(pool))
+        assert {home.run(pid_of(pool))} == pids
+        assert pool.statistics().in_use == 0
+        home.run(pool.close())
+
+
 async def test_callers_of_all_loops_are_served(module_url: str) -> None:
     held: set[int] = set()
     lock = threading.Lock()

@@ -223,9 +223,10 @@ class AsyncConnectionPool(Pool[C]):
         try:
             if not self._usable:
                 await self._get_usable()
-            if self._loop is not asyncio.get_running_loop():
+            loop = asyncio.get_running_loop()
+            if self._loop is not loop and not (self._rests and self._any_loop):
                 raise PoolClosed(self._on_another_loop())
-            return await self._obtain(timeout, _task_of(self._loop))
+            return await self._obtain(timeout, _task_of(loop))
         except ReservoirError:
             await asyncio.sleep(0)  # a caller that retries at once must not stop the loop
             raise
@@ -300,6 +301,11 @@ class AsyncConnectionPool(Pool[C]):
         return None if home is asyncio.get_running_loop() else home
 
     @property
+    def _rests(self) -> bool:
+        """Whether the pool's loop does not run now, but may later: others take what is ready."""
+        return self._loop is not None and not (self._loop.is_running() or self._loop.is_closed())
+
+    @property
     def _any_loop(self) -> bool:
         return self.reservoir.recipe.driver.any_loop
 
@@ -361,6 +367,10 @@ class AsyncConnectionPool(Pool[C]):
 
     def _new_waiter(self, since: float, deadline: float, holder: Any) -> Waiter[C]:
         assert self._loop is not None
+        if self._loop is not asyncio.get_running_loop():
+            raise PoolClosed(
+                f"{self.name}: its event loop rests, and no connection is ready for another loop"
+            )
         waiter: _AsyncWaiter[C] = _AsyncWaiter(since, deadline, holder)
         waiter.future = self._loop.create_future()
         return waiter
