@@ -116,7 +116,7 @@ bench-check: $(VENV)/.dev ## Run the quick benchmarks against benchmarks/targets
 	@$(BIN)/python benchmarks/_check.py
 
 compat: $(VENV)/.made ## Build sdist and wheel, check them, and try them with each Python from 3.11 to 3.15 that is found
-	@$(BIN)/python tools/compat.py
+	@MOORED_SEED=$(TEST_SEED) $(BIN)/python tools/compat.py
 
 conformance: $(VENV)/.run ## Run other projects' tests with Moored's pools: DJANGO=… PROCRASTINATE=… LANGGRAPH=… (checkouts)
 	@TMPDIR=$(SCRATCH) PYTHONPATH=. $(BIN)/python -m tools.conformance --django='$(DJANGO)' --procrastinate='$(PROCRASTINATE)' --langgraph='$(LANGGRAPH)'

@@ -297,6 +297,8 @@ def _tests(python: Python, env: Path, kind: str) -> str | Failed:
     options = ["-q", "-p", "no:cacheprovider", "--workers", "2"]
     # Python 3.15 counts references in another way than Hypothesis expects.
     options += ["-W", "ignore:It looks like `register_random`"]
+    if seed := os.environ.get("MOORED_SEED"):
+        options += [f"--randomly-seed={seed}", f"--hypothesis-seed={seed}"]
     if kind == "pure":
         options += ["-m", "pure and not soak"]
         files = [str(path.relative_to(root)) for path in sorted(root.glob("tests/**/test_*.py"))]

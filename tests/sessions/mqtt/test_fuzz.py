@@ -20,6 +20,8 @@ pytestmark = pytest.mark.pure
 
 FUZZ = settings(max_examples=scaled(3_000, least=80), deadline=None)
 SIZE = 2_000
+#: The header, topic and packet id of a PUBLISH, which are kept of one that is too large.
+TOPIC = 5 + 2 + 65_535 + 2
 #: The DISCONNECT packets that an error may send before the link is closed.
 FAREWELLS = {bytes((0xE0, 1, code)) for code in (0x81, 0x82, 0x93, 0x94, 0x95)}
 
@@ -76,7 +78,8 @@ class FedDialogue:
             self.farewells.append(error.farewell)
             self.ended = True
         assert not had_ended or self.ended
-        assert len(self.dialogue._frames._rest or b"") <= SIZE
+        rest = self.dialogue._frames._rest or b"\0"
+        assert len(rest) <= (TOPIC if rest[0] & 0xF0 == 0x30 else SIZE)
         assert len(self.dialogue._arrived) <= 4
         assert set(self.farewells) <= FAREWELLS
         assert len(self.farewells) <= 1, "the link ended twice"
@@ -114,6 +117,7 @@ def test_packets_in_any_order_and_split_anywhere_keep_the_invariants(
     st.integers(0, 3_000),
 )
 @example([bytes.fromhex("30 06 0001 61 02 26 00")], [], 3_000)
+@example([bytes.fromhex("30 ff ff ff 7f ff ff"), bytes(60_000)], [], 60_000)
 def test_damaged_packets_keep_the_invariants(
     packets: list[bytes], damage: list[tuple[int, int]], end: int
 ) -> None:

@@ -1,8 +1,8 @@
 """Splits a stream of bytes into packets.
 
 Complete packets are not copied; the rest of a chunk is kept, and is never longer than one packet
-may be. Of a PUBLISH that is too large only the topic and the packet id are kept, and the rest is
-dropped as it arrives; any other packet that is too large is refused by its header.
+may be. Of a PUBLISH that is too large only the topic (up to 64 KiB) and the packet id are kept, and
+the rest is dropped as it arrives; any other packet that is too large is refused by its header.
 """
 
 from __future__ import annotations
