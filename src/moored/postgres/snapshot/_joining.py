@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Iterable, Iterator
+from itertools import chain, repeat
 from typing import TypeVar
 
 from .._errors import ConfigurationError
@@ -28,7 +29,7 @@ from ..decode import (
     Update,
     read_change,
 )
-from ._join import ChangePart, CopyState, Joined, Placed
+from ._join import ChangePart, CopyState, Placed
 from ._reader import CurrentRows, TableReader
 from ._source import KeyValues
 
@@ -36,6 +37,7 @@ __all__ = ["Delivered", "JoinedChanges", "check_columns", "joined"]
 
 Delivered = Change | Truncate | Emitted
 C = TypeVar("C", bound=Change)
+Kept = tuple[Delivered, ChangePart]
 
 #: So many changes, or bytes of them, are joined at once; more if a transaction is opened for each.
 PIECE, READ_PIECE, PIECE_BYTES = 500, 1000, 2**20
@@ -61,27 +63,32 @@ class JoinedChanges:
         self._relations: dict[int, Relation] = {}
         self._numbers: dict[Relation, int] = {}
         self._others: list[Truncate | Emitted] = []
-        self._added: list[bytes] = []
+        #: What is stored with the next piece.
+        self.added: list[bytes] = []
 
     def add(self, change: Change, relation: Relation, how: int = _WHOLE) -> None:
         """Add a change, to be read with the columns of this table."""
-        self.message(change._data[_KIND], change._data[_ROW:], relation, how)
+        self.added.append(self.packed(change, relation, how))
 
-    def message(self, kind: bytes, row: bytes, relation: Relation, how: int = _WHOLE) -> None:
-        """Add a change by the rows in its message."""
+    def packed(self, change: Change, relation: Relation, how: int) -> bytes:
+        """Return what is `added` for a change."""
+        return self.message(change._data[_KIND], change._data[_ROW:], relation, how)
+
+    def message(self, kind: bytes, row: bytes, relation: Relation, how: int = _WHOLE) -> bytes:
+        """Return the same for the rows in the message of a change."""
         number = self._numbers.setdefault(relation, len(self._numbers))
         self._relations[number] = relation
-        self._added.append(_head(how, 0, kind, number) + row)
+        return _head(how, 0, kind, number) + row
 
     def other(self, change: Truncate | Emitted) -> None:
         """Add what is no change of a row."""
-        self._added.append(_head(_OTHER, len(self._others), b"-", 0))
+        self.added.append(_head(_OTHER, len(self._others), b"-", 0))
         self._others.append(change)
 
     def keep(self) -> None:
         """Store what was added: call it after every piece."""
-        self._body.extend(self._added)
-        self._added = []
+        self._body.extend(self.added)
+        self.added = []
 
     def __len__(self) -> int:
         return self._body.count
@@ -132,13 +139,13 @@ async def joined(
     for number, piece in enumerate(_pieces(_by_key(reader, txn), most)):
         if number:
             await asyncio.sleep(0)
-        kept, begin_again = await _kept(reader, state, txn, list(txn._chosen(piece)))
+        kept, begin_again = await _kept(reader, state, txn, txn._chosen(piece))
         if begin_again:
             return None, None
         if where:
             await _add_as_they_are_now(reader, txn, kept, made)
         else:
-            limit = await _add(reader, txn, kept, made, only) or limit
+            limit = await _add(reader, txn, list(kept), made, only) or limit
         made.keep()
         await asyncio.sleep(0)
     return made, limit
@@ -150,25 +157,28 @@ def _by_key(reader: TableReader, txn: Transaction) -> Iterator[Delivered]:
     return txn._committed.only(reader.table.oid, names)
 
 
-def _pieces(changes: Iterable[Delivered], most: int) -> Iterator[list[Delivered]]:
-    piece: list[Delivered] = []
+def _pieces(changes: Iterator[Delivered], most: int) -> Iterator[Iterator[Delivered]]:
+    """Yield the changes, some at a time; each piece must be taken before the next one."""
+    for first in changes:
+        yield _piece(chain([first], changes), most)
+
+
+def _piece(changes: Iterator[Delivered], most: int) -> Iterator[Delivered]:
     size = 0
-    for change in changes:
-        piece.append(change)
+    for number, change in enumerate(changes, 1):
+        yield change
         size += len(change._data) if isinstance(change, Change) else 0
-        if len(piece) >= most or size >= PIECE_BYTES:
-            yield piece
-            piece, size = [], 0
-    if piece:
-        yield piece
+        if number >= most or size >= PIECE_BYTES:
+            return
 
 
 async def _kept(
-    reader: TableReader, state: CopyState, txn: Transaction, piece: list[Delivered]
-) -> Joined:
-    """Find the chunks of all keys, and what these do not contain."""
+    reader: TableReader, state: CopyState, txn: Transaction, changes: Iterator[Delivered]
+) -> tuple[Iterable[Kept], bool]:
+    """Return what the chunks do not contain, and whether the copy must begin again."""
     if state.settled(txn.position.lsn):
-        return Joined([(change, ChangePart.WHOLE) for change in piece])
+        return zip(changes, repeat(ChangePart.WHOLE), strict=False), False
+    piece = list(changes)
     table = reader.table
     keys: list[KeyValues] = []
     numbers: list[tuple[int | None, int | None]] = []
@@ -195,13 +205,10 @@ async def _kept(
     return state.join(txn.xid, txn.position.lsn, placed)
 
 
-Kept = list[tuple[Delivered, ChangePart]]
-
-
 async def _add(
     reader: TableReader,
     txn: Transaction,
-    kept: Kept,
+    kept: list[Kept],
     made: JoinedChanges,
     only: tuple[str, ...] | None,
 ) -> int | None:
@@ -225,7 +232,7 @@ async def _add(
         if part is ChangePart.WHOLE:
             made.add(change, relation, _DELETE)
         if (row := current.rows.get(places[number])) is not None:
-            made.message(b"I", row, current.relation)
+            made.added.append(made.message(b"I", row, current.relation))
     return None if current is None else current.limit
 
 
@@ -248,13 +255,14 @@ def _columns_of(change: Change, only: tuple[str, ...] | None) -> Relation:
 
 
 async def _add_as_they_are_now(
-    reader: TableReader, txn: Transaction, kept: Kept, made: JoinedChanges
+    reader: TableReader, txn: Transaction, kept: Iterable[Kept], made: JoinedChanges
 ) -> None:
     """Add the changed rows as they are now: written if they meet the condition, else deleted.
 
     The stream has not all values that the condition may need.
     """
-    touched: dict[KeyValues, tuple[Change, int]] = {}
+    # As bytes, and one by one: for many objects, the garbage collector would look at all there are.
+    touched: dict[KeyValues, bytes] = {}
     key_of = reader.table.key_of
     for change, part in kept:
         if not isinstance(change, Change):
@@ -262,19 +270,17 @@ async def _add_as_they_are_now(
             continue
         new, old = change.new, change.old  # in the order that is faster to read
         if old is not None and part is not ChangePart.WRITE:
-            touched[key_of(old)] = change, _OLD_KEY
+            touched[key_of(old)] = made.packed(change, change.relation, _OLD_KEY)
         if new is not None and part is not ChangePart.DELETE:
-            touched[key_of(new, old)] = change, _NEW_KEY
+            touched[key_of(new, old)] = made.packed(change, change.relation, _NEW_KEY)
     if not touched:
         return
     await asyncio.sleep(0)  # each of the steps takes some milliseconds
     current: CurrentRows = await reader.current(txn.xid, list(touched))
     await asyncio.sleep(0)
-    for place, (change, how) in enumerate(touched.values()):
-        if (row := current.rows.get(place)) is not None:
-            made.message(b"U", row, current.relation)
-        else:
-            made.add(change, change.relation, how)
+    for place, gone in enumerate(touched.values()):
+        row = current.rows.get(place)
+        made.added.append(gone if row is None else made.message(b"U", row, current.relation))
 
 
 def check_columns(reader: TableReader, txn: Transaction) -> None:

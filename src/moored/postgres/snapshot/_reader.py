@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import psycopg
 from psycopg import pq
-from psycopg.adapt import Transformer
+from psycopg.adapt import AdaptersMap, Transformer
+from psycopg.types.string import ByteaBinaryLoader
 
 from moored.kernel import Backoff, WaitTimeout, describe, raise_if_cancelled
 
@@ -49,7 +50,10 @@ AT_ONCE = 1000
 #: About how many bytes the rows of a chunk have at most, by the size of so many of its first rows.
 CHUNK_BYTES, SAMPLE = 16 << 20, 100
 #: Keys of one query.
-KEYS_AT_ONCE = 500
+KEYS_AT_ONCE = 1000
+# Loads values as the bytes that were sent: much faster than to take one after the other.
+_AS_SENT, _BYTEA = AdaptersMap(), 17
+_AS_SENT.register_loader(_BYTEA, ByteaBinaryLoader)
 # What precedes a short value in a message of the stream, by the value's kind and size.
 _HEADS = {kind: [kind + size.to_bytes(4) for size in range(256)] for kind in (b"b", b"t")}
 #: How often the writers of a table are looked at, and after how long they are reported, in seconds.
@@ -411,21 +415,18 @@ class TableReader:
 
 def _messages(result: pq.abc.PGresult, first: int) -> dict[int, bytes]:
     """Return the rows of a result as the stream would have them, by the number before each."""
-    kinds = [b"b" if result.fformat(place) else b"t" for place in range(result.nfields)]
-    start, value_of = b"N" + (result.nfields - 1).to_bytes(2), result.get_value
-    columns = [(place, kind, _HEADS[kind]) for place, kind in enumerate(kinds)][1:]
-    binary, found = kinds[0] == b"b", {}
-    for number in range(result.ntuples):
-        parts = [start]
-        for place, kind, heads in columns:
-            if (value := value_of(number, place)) is None:
-                parts.append(b"n")
-            elif (size := len(value)) < len(heads):
-                parts += heads[size], value
-            else:
-                parts += kind, size.to_bytes(4), value
-        at = value_of(number, 0) or b""
-        found[first + (int.from_bytes(at) if binary else int(at))] = b"".join(parts)
+    binary = result.fformat(0) == pq.Format.BINARY
+    kind, start = b"b" if binary else b"t", b"N" + (result.nfields - 1).to_bytes(2)
+    heads, found = _HEADS[kind], {}
+    transformer = Transformer(_AS_SENT)
+    transformer.set_pgresult(result, set_loaders=False)
+    transformer.set_loader_types([_BYTEA] * result.nfields, pq.Format.BINARY)
+    for at, *values in transformer.load_rows(0, result.ntuples, tuple):
+        try:
+            parts = [b"n" if value is None else heads[len(value)] + value for value in values]
+        except IndexError:
+            parts = [b"n" if v is None else kind + len(v).to_bytes(4) + v for v in values]
+        found[first + (int.from_bytes(at) if binary else int(at))] = start + b"".join(parts)
     return found
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from operator import itemgetter
 from typing import Any, NamedTuple
 from uuid import UUID
 
@@ -146,6 +147,8 @@ class SourceTable(NamedTuple):
     columns: tuple[str, ...]
     #: The columns of the primary key, or of the replica identity; empty without one.
     key: tuple[KeyColumn, ...]
+    #: Returns the values of the key's columns in a row.
+    key_values: Callable[[Row], KeyValues]
     where: str | None
     #: Whether its rows are in partitions.
     partitioned: bool
@@ -268,12 +271,11 @@ class SourceTable(NamedTuple):
     def key_of(self, row: Row, before: Row | None = None) -> KeyValues:
         """Return the key of a row; of an unchanged large value, from the row before the change."""
         try:
-            if before is None:
-                key = tuple([row[column.name] for column in self.key])
-            else:
+            key = self.key_values(row)
+            if UNCHANGED in key and before is not None:
                 key = tuple(
-                    before[column.name] if row[column.name] is UNCHANGED else row[column.name]
-                    for column in self.key
+                    before[column.name] if value is UNCHANGED else value
+                    for column, value in zip(self.key, key, strict=True)
                 )
         except KeyError as missing:
             raise ColumnsChanged(
@@ -355,6 +357,7 @@ async def describe_table(
         estimated=estimated,
         columns=copied,
         key=key,
+        key_values=_getter([column.name for column in key]),
         where=where,
         partitioned=kind == "p",
         version=CopyVersion(
@@ -367,6 +370,14 @@ async def describe_table(
         problem=_problem(f"{schema}.{plain}", key, leaf)
         or _filtered(f"{schema}.{plain}", entry or {}, copied if where is None else ()),
     )
+
+
+def _getter(names: list[str]) -> Callable[[Row], KeyValues]:
+    """Return what returns these columns of a row."""
+    if len(names) == 1:
+        (name,) = names
+        return lambda row: (row[name],)
+    return itemgetter(*names) if names else lambda _: ()
 
 
 def _problem(name: str, key: Sequence[KeyColumn], leaf: str | None) -> str | None:
