@@ -40,7 +40,7 @@ C = TypeVar("C", bound=Change)
 Kept = tuple[Delivered, ChangePart]
 
 #: So many changes, or bytes of them, are joined at once; more if a transaction is opened for each.
-PIECE, READ_PIECE, PIECE_BYTES = 500, 1000, 2**20
+PIECE, READ_PIECE, PIECE_BYTES = 500, 2000, 2**20
 
 #: What a message is preceded by, as long as the header of the stream: how it is read, its place
 #: among `_others`; then its kind, and the number of its table.
