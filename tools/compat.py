@@ -283,7 +283,8 @@ def _environment(python: Python, package: str, resolution: str) -> Path:
     env = WORK / "env"
     shutil.rmtree(env, ignore_errors=True)
     python.run(UV, "venv", "-q", "--python", python.path, env)
-    _install(python, env / "bin/python", package, f"--resolution={resolution}")
+    direct = requirements() if resolution == "lowest-direct" else ()
+    _install(python, env / "bin/python", package, *direct, f"--resolution={resolution}")
     return env / "bin/python"
 
 
@@ -316,6 +317,12 @@ def project() -> dict[str, Any]:
     """Return the metadata of the package."""
     metadata: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     return metadata
+
+
+def requirements() -> list[str]:
+    """Return what pyproject.toml requires: only then its lower bounds are the direct ones of uv."""
+    groups = [project()["dependencies"], *project()["optional-dependencies"].values()]
+    return [each for group in groups for each in group if not each.startswith("moored[")]
 
 
 def main() -> int:
