@@ -95,9 +95,8 @@ MUTANTS = [
         MUTANTS,
         "live events forgotten in the replay",
         "live events repeat the replay",
-        "gap without a reset",
-        "unbounded buffer",
         "not registered while it replays",
+        "id of a broker that is behind",
     ),
 )
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:
