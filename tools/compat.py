@@ -300,6 +300,8 @@ def _tests(python: Python, env: Path, kind: str) -> str | Failed:
     options += ["-W", "ignore:It looks like `register_random`"]
     # The lowest version of Starlette calls it, which Python 3.14 deprecates.
     options += ["-W", "ignore:'asyncio.iscoroutinefunction' is deprecated:DeprecationWarning"]
+    # The lowest version of botocore calls it, which Python 3.12 deprecates.
+    options += ["-W", "ignore:datetime.datetime.utcnow:DeprecationWarning"]
     if seed := os.environ.get("MOORED_SEED"):
         options += [f"--randomly-seed={seed}", f"--hypothesis-seed={seed}"]
     if kind == "pure":
