@@ -9,6 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
+import warnings
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -112,7 +113,10 @@ class _Run:
 
     def _fork(self, number: int) -> None:
         ours, theirs = multiprocessing.Pipe()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Some packages start a thread when they are imported; Python 3.12 warns of that.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid:
             theirs.close()
             self._workers.append(_Worker(number, pid, ours))
