@@ -3,14 +3,50 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
+import psycopg
 import pytest
 
-from moored.postgres import PostgresError
-from moored.postgres.outbox import Outbox, _reader
+from moored.kernel import Clock
+from moored.leases.postgres import open_store
+from moored.postgres import Parking, PostgresError
+from moored.postgres.outbox import Outbox, _reader, ddl
+from moored.postgres.parking import parking_ddl
 
 from .conftest import Sql
 from .reading import LIMIT, publishing, transaction
+
+
+async def install(url: str) -> None:
+    async with Outbox(url, install=True):
+        pass
+
+
+async def park(url: str) -> None:
+    async with Outbox(url) as outbox:
+        await Parking.of(outbox, "mailer").prepare()
+
+
+async def lease(url: str) -> None:
+    store = open_store(url, clock=Clock.current())
+    await store.open()
+    await store.close()
+
+
+@pytest.mark.parametrize("create", [install, park, lease])
+async def test_processes_that_start_at_once_may_create_the_schema_for_different_things(
+    url: str, sql: Sql, create: Callable[[str], Awaitable[None]]
+) -> None:
+    await sql.execute("drop schema moored cascade")
+    async with await psycopg.AsyncConnection.connect(url) as first:
+        await first.execute((parking_ddl() if create is not park else ddl()).encode())
+        second = asyncio.ensure_future(create(url))
+        async with asyncio.timeout(LIMIT):
+            waits = "select from pg_stat_activity where wait_event = 'advisory'"
+            while not await (await sql.execute(waits)).fetchall():  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.01)
+    await asyncio.wait_for(second, LIMIT)
 
 
 async def test_nothing_to_install_or_to_capture_waits_for_no_publisher(

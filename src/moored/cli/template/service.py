@@ -23,9 +23,9 @@ pg = app.postgres(URL)
 
 @app.component(once=True, after=["db", "postgres"])
 async def schema(ctx: ComponentContext) -> None:
-    """Create the table and publish its changes; the parts below wait until this has returned."""
+    """Create the table, one replica at a time, and publish its changes; the parts below wait."""
     async with db.connection() as conn:
-        await conn.execute("""create table if not exists orders (
+        await conn.execute("""select pg_advisory_xact_lock(1); create table if not exists orders (
             id bigint generated always as identity primary key,
             tenant text not null, item text not null, packed boolean not null default false)""")
     await pg.outbox.install()

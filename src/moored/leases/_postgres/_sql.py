@@ -20,6 +20,11 @@ _FENCE_KEPT = "7 days"
 
 TABLES = ("leases", "fences", "rates", "guards")
 
+# "if not exists" raises if another session creates the schema at the same time: for an outbox, say.
+_SCHEMA = """\
+select pg_advisory_xact_lock(hashtextextended('moored.schema', 0));
+create schema if not exists {schema};
+"""
 _DDL = """\
 create table if not exists {schema}.leases (
     key text not null,
@@ -257,7 +262,7 @@ class Statements:
     def create_layout(self, *, with_schema: bool) -> bytes:
         """Create what is missing; several clients may run this at the same time."""
         lock = "select pg_advisory_xact_lock(hashtextextended({lock}, 0));\n"
-        schema = "create schema if not exists {schema};\n" if with_schema else ""
+        schema = _SCHEMA if with_schema else ""
         return self._call(lock + schema + _DDL)
 
     def _call(self, text: LiteralString) -> bytes:

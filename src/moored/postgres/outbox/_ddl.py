@@ -17,6 +17,7 @@ from typing import Literal, LiteralString
 
 from psycopg import sql
 
+from ..server import CREATE_SCHEMA
 from ._publish import check_schema
 
 #: How publishers wake consumers: by NOTIFY, by a message in the WAL, or not at all.
@@ -25,10 +26,7 @@ Wake = Literal["notify", "stream", "poll"]
 VERSION = 3
 
 # Several processes may install at the same time.
-_BEGIN = """
-select pg_advisory_xact_lock(hashtextextended({lock}, 0));
-create schema if not exists {schema};
-"""
+_BEGIN = "\nselect pg_advisory_xact_lock(hashtextextended({lock}, 0));" + CREATE_SCHEMA
 # The index of the order, and the one that makes a page of a tenant cost what the tenant has, are
 # created by `moored outbox upgrade` before this, in an older outbox.
 _TABLES = """

@@ -17,6 +17,7 @@ from moored.kernel import describe, in_thread, raise_if_cancelled
 from .._errors import ConfigurationError, PostgresError
 from ..consume import Attachment, Transaction
 from ..outbox import Outbox, OutboxEvent, PsycopgPool
+from ..server import CREATE_SCHEMA
 from ._stored import Stored, StoredEvents, StoredTransactions
 
 if TYPE_CHECKING:
@@ -40,8 +41,7 @@ ERROR_LENGTH = 2000
 
 T = TypeVar("T")
 
-_DDL = """
-create schema if not exists moored;
+_DDL = f"""{CREATE_SCHEMA.format(schema="moored")}
 create table if not exists moored.parked (
     id bigint generated always as identity primary key,
     source text not null,
