@@ -1,8 +1,9 @@
-"""The event loop while another process has the state file locked."""
+"""A stream whose state file is locked or deleted while it runs."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
@@ -15,7 +16,7 @@ from moored.postgres import History, Rows
 from moored.postgres.consume import Hub, StateStore
 
 from .conftest import MakePostgres, Sql
-from .server import LIMIT, following, ids, until
+from .server import LIMIT, following, ids, quicken, until
 
 #: How long the file is locked, and how long the event loop may be held at most meanwhile.
 LOCKED, HELD = 1.5, 0.5
@@ -119,3 +120,40 @@ async def test_a_new_consumer_is_stored_before_the_server_discards_anything(path
         with closing(StateStore(path)) as now:
             assert now.load().consumers.keys() == {"new"}
         del changes, other
+
+
+# -- deleted files -------------------------------------------------------------------------------
+
+
+async def test_a_stream_continues_after_each_deletion_of_its_state_directory(
+    make: MakePostgres, sql: Sql, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quicken(monkeypatch)
+    folder = tmp_path / "state"
+    async with make(state_dir=folder) as pg:
+        changes = pg.changes("search", tables=["orders"])
+        await pg.wait_until_published("orders", timeout=LIMIT)
+        events, path = pg.events(), folder / f"{pg.settings.stream_id}.db"
+
+        async def stored() -> bool:
+            if not path.exists():
+                return False
+            with closing(sqlite3.connect(path)) as file:
+                query = "select 1 from consumers where delivered = ?"
+                return file.execute(query, (str(txn.position.lsn),)).fetchone() is not None
+
+        for number in (1, 2):
+            shutil.rmtree(folder)
+            await sql.execute("insert into orders values (%s, 'x')", (number,))
+            txn = await following(changes)
+            assert ids(txn) == [number]
+            await txn.ack()
+            async with asyncio.timeout(LIMIT):
+                while (event := await anext(events)).name != "connection_error":
+                    pass
+            assert f"{path} was deleted" in event.detail
+            await until(stored)
+    async with make(state_dir=folder) as pg:
+        changes = pg.changes("search", tables=["orders"])
+        await sql.execute("insert into orders values (3, 'x')")
+        assert ids(await following(changes)) == [3]

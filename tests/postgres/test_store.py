@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -236,3 +237,65 @@ def test_a_symbolic_link_instead_of_the_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "state.db").symlink_to(tmp_path / "elsewhere.db")
     with pytest.raises(ConfigurationError, match="state_dir"):
         StateStore(tmp_path / "state.db")
+
+
+# -- a file that was deleted while it was open ---------------------------------------------------
+
+
+def saved(store: StateStore, at: int) -> dict[str, Saved]:
+    """Let a consumer have a position."""
+    store.set_history(History("7", 3))
+    store.post(store.put_new, "search", None)
+    store.save(Lsn(at), {"search": at})
+    return {"search": Saved(Lsn(at), None)}
+
+
+def test_what_a_deleted_file_had_is_stored_in_a_new_one(impatient: StateStore) -> None:
+    for at in (10, 20):
+        before = saved(impatient, at)
+        impatient.path.unlink()
+        with pytest.raises(StateError, match=r"state\.db was deleted"):
+            impatient.save(Lsn(30), {"search": 30})
+        assert impatient.load().consumers == before
+        with closing(StateStore(impatient.path)) as other:
+            assert other.load().consumers == before
+            assert other.confirmed() == at
+
+
+def test_a_file_that_replaces_a_deleted_one_is_used_as_it_is(
+    impatient: StateStore, tmp_path: Path
+) -> None:
+    saved(impatient, 20)
+    with closing(StateStore(tmp_path / "backup.db")) as backup:
+        before = saved(backup, 10)
+    backup.path.replace(impatient.path)
+    assert impatient.load().consumers == before
+    assert impatient.confirmed() == 10
+
+
+def test_a_file_that_was_emptied_before_it_was_deleted_is_lost(impatient: StateStore) -> None:
+    impatient.path.write_bytes(b"")
+    impatient.path.unlink()
+    assert impatient.load().consumers == {}
+    after = saved(impatient, 10)
+    assert impatient.load().consumers == after
+
+
+def test_a_new_file_that_is_locked_is_waited_for(impatient: StateStore) -> None:
+    before = saved(impatient, 10)
+    impatient.path.unlink()
+    with closing(sqlite3.connect(impatient.path, isolation_level=None)) as other:
+        other.execute("begin exclusive")
+        with pytest.raises(StateError, match="locked"):
+            impatient.load()
+    assert impatient.load().consumers == before
+
+
+def test_a_directory_in_which_no_file_can_be_created_is_named(store: StateStore) -> None:
+    before, folder = saved(store, 10), store.path.parent
+    shutil.rmtree(folder)
+    folder.touch()
+    with pytest.raises(StateError, match=r"state\.db cannot be used: .*; make .*deep a directory"):
+        store.load()
+    folder.unlink()
+    assert store.load().consumers == before

@@ -44,6 +44,9 @@ GIVEN_UP = "given_up"
 #: What precedes the name of a consumer in the name of the fact with the state of its copy.
 _COPY = "copy "
 
+#: The device and the inode of a file.
+Identity = tuple[int, int]
+
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 _LAYOUT = """
@@ -59,6 +62,9 @@ create table if not exists followed (  -- the tables that a consumer follows, as
     consumer text primary key, tables text not null
 ) without rowid;
 """
+
+#: The tables, and the placeholders of their columns.
+_TABLES = {"facts": "?, ?", "consumers": "?, ?, ?, ?, ?", "followed": "?, ?"}
 
 
 def stored(call: Callable[P, T], *args: P.args, **options: P.kwargs) -> asyncio.Future[T]:
@@ -123,11 +129,7 @@ class StateStore:
         #: Whether a thread was started that will store what was posted.
         self._due = False
         try:
-            _make_private(path)
-            self._database = sqlite3.connect(
-                path, timeout=PATIENCE, check_same_thread=False, isolation_level=None
-            )
-            self._prepare()
+            self._database, self._identity = self._open()
         except (sqlite3.Error, OSError) as error:
             raise ConfigurationError(
                 f"the state of the stream cannot be stored in {path}: {error}. Set state_dir to a "
@@ -135,26 +137,52 @@ class StateStore:
                 "start then continue at the slot's position"
             ) from error
 
-    def _prepare(self) -> None:
+    def _open(self) -> tuple[sqlite3.Connection, Identity]:
+        """Open the file, which is created if there is none; return which file it is, too."""
+        identity = _make_private(self.path)
+        database = sqlite3.connect(
+            self.path, timeout=PATIENCE, check_same_thread=False, isolation_level=None
+        )
         try:
             # Not "wal": instances that take turns may share the file on a network volume.
-            self._database.execute("pragma journal_mode = truncate")
-            self._database.execute("pragma synchronous = full")
-            self._database.executescript(_LAYOUT)
-            self._add_reset_number()
+            database.execute("pragma journal_mode = truncate")
+            database.execute("pragma synchronous = full")
+            database.executescript(_LAYOUT)
+            _add_reset_number(database)
         except sqlite3.Error:
-            self._database.close()
+            database.close()
             raise
+        return database, identity
 
-    def _add_reset_number(self) -> None:
-        """Add the column to a file that was created without it."""
-        try:
-            self._database.execute(
-                "alter table consumers add column reset_number integer not null default 0"
-            )
-        except sqlite3.OperationalError as error:
-            if "duplicate column" not in str(error):
+    def _reopen(self) -> None:
+        """Open the file anew if it was deleted or replaced.
+
+        A deleted file can still be read: what it has is copied into the new one.
+        """
+        with self._used():
+            with suppress(OSError):
+                if self._identity == _identity(self.path.stat()):
+                    return
+            kept: dict[str, list[tuple[object, ...]]] = {}
+            with suppress(sqlite3.Error):  # without it, attached consumers get a `Reset`
+                kept = {
+                    table: self._database.execute(f"select * from {table}").fetchall()
+                    for table in _TABLES
+                }
+            database, identity = self._open()
+            try:
+                database.execute("begin immediate")
+                used = database.execute("select 1 from facts where name = 'history'").fetchone()
+                for table, rows in () if used else kept.items():
+                    insert = f"insert or ignore into {table} values ({_TABLES[table]})"
+                    database.executemany(insert, rows)
+                database.execute("commit")
+            except BaseException:
+                database.close()
                 raise
+            self._database.close()
+            self._database, self._identity = database, identity
+            log.warning("the state file %s was deleted or replaced: opened it again", self.path)
 
     def history(self) -> History | None:
         """Return the database and timeline that the stored positions belong to."""
@@ -175,7 +203,8 @@ class StateStore:
         return NO_COMMIT if text is None else CommitMark.parse(text)
 
     def load(self) -> StoredState:
-        """Return everything."""
+        """Return everything, of the file that is there now."""
+        self._reopen()
         last, confirmed = self.last(), self.confirmed()
         with self._reading():
             return StoredState(
@@ -379,11 +408,11 @@ class StateStore:
 
     @contextmanager
     def _used(self) -> Iterator[None]:
-        """Hold the lock; raise an error of SQLite as a `StateError` that names the file."""
+        """Hold the lock; raise an error of the file as a `StateError` that names it."""
         with self._lock:
             try:
                 yield
-            except sqlite3.Error as error:
+            except (sqlite3.Error, OSError) as error:
                 raise StateError(self._advice(error)) from error
 
     @contextmanager
@@ -419,8 +448,15 @@ class StateStore:
         except (ValueError, TypeError, OverflowError) as error:  # not of the file, but of a value
             log.error("a write to the state file %s is lost: %s", self.path, describe(error))
 
-    def _advice(self, error: sqlite3.Error) -> str:
-        match getattr(error, "sqlite_errorcode", 0) & 0xFF:
+    def _advice(self, error: sqlite3.Error | OSError) -> str:
+        otherwise = sqlite3.SQLITE_CANTOPEN if isinstance(error, OSError) else 0
+        code = getattr(error, "sqlite_errorcode", otherwise)
+        match code & 0xFF:
+            case sqlite3.SQLITE_READONLY if code == sqlite3.SQLITE_READONLY_DBMOVED:
+                return (
+                    f"the state file {self.path} was deleted or replaced: it is opened again when "
+                    "the stream starts again"
+                )
             case sqlite3.SQLITE_BUSY:
                 return (
                     f"another process has had the state file {self.path} locked for more than "
@@ -429,6 +465,11 @@ class StateStore:
                 )
             case sqlite3.SQLITE_FULL:
                 return f"the disk of the state file {self.path} is full: free disk space there"
+            case sqlite3.SQLITE_READONLY | sqlite3.SQLITE_CANTOPEN:
+                return (
+                    f"the state file {self.path} cannot be used: {error}; make {self.path.parent} "
+                    "a directory that is writable"
+                )
         return f"the state file {self.path} cannot be used: {error}"
 
     def _consumers(self) -> dict[str, Saved]:
@@ -459,7 +500,24 @@ class StateStore:
         return None if row is None else str(row[0])
 
 
-def _make_private(path: Path) -> None:
+def _make_private(path: Path) -> Identity:
     """Create the file with permissions for this user only; SQLite would make it readable to all."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600))
+    file = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW, 0o600)
+    try:
+        return _identity(os.fstat(file))
+    finally:
+        os.close(file)
+
+
+def _identity(found: os.stat_result) -> Identity:
+    return found.st_dev, found.st_ino
+
+
+def _add_reset_number(database: sqlite3.Connection) -> None:
+    """Add the column to a file that was created without it."""
+    try:
+        database.execute("alter table consumers add column reset_number integer not null default 0")
+    except sqlite3.OperationalError as error:
+        if "duplicate column" not in str(error):
+            raise
