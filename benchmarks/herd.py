@@ -92,7 +92,7 @@ class Run(NamedTuple):
 
     @property
     def worst_vs_baseline(self) -> float:
-        return min(self.pool.done) / min(self.baseline.done)
+        return min(self.pool.done) / max(1, min(self.baseline.done))
 
     @property
     def counts(self) -> bool:
@@ -107,10 +107,15 @@ class Run(NamedTuple):
     def lines(self) -> Lines:
         """The values to plot."""
         pairs = zip(self.pool.done, self.baseline.done, strict=True)
-        return Lines([100 * done / beside for done, beside in pairs], self.pool.connects)
+        return Lines([100 * done / max(1, beside) for done, beside in pairs], self.pool.connects)
 
     def check(self) -> None:
-        """Check that the baseline was undisturbed, and that expired connections were replaced."""
+        """Check that the baseline was undisturbed, and that expired connections were replaced.
+
+        A machine that is too busy for the baseline may be too busy for that, too.
+        """
+        if not self.counts:
+            return
         if self.baseline.kinds or sum(self.baseline.connects):
             raise AssertionError(f"the baseline was disturbed: {self.baseline}")
         due = int(len(self.pool.done) / LIFETIME) * SIZE

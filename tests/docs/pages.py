@@ -5,11 +5,23 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import subprocess
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["ROOT", "Block", "Names", "all_blocks", "block_with", "blocks", "page", "run"]
+__all__ = [
+    "ROOT",
+    "Block",
+    "Names",
+    "all_blocks",
+    "block_with",
+    "blocks",
+    "last_commit",
+    "page",
+    "run",
+]
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +44,15 @@ _FENCED = re.compile(
 def page(name: str) -> str:
     """Return the text of a page, such as "tutorial/bot"; or of README."""
     return (ROOT / ("README.md" if name == "README" else f"docs/{name}.md")).read_text()
+
+
+def last_commit(directory: Path) -> Path:
+    """Write the files of the last commit into a directory, as a new clone has them."""
+    archive = directory.with_suffix(".tar")
+    subprocess.run(["git", "archive", f"--output={archive}", "HEAD"], cwd=ROOT, check=True)
+    with tarfile.open(archive) as files:
+        files.extractall(directory, filter="data")
+    return directory
 
 
 def all_blocks(text: str) -> Iterator[Block]:

@@ -240,7 +240,7 @@ class Reader:
 
 def _plain_environment() -> dict[str, str]:
     """Return the environment of a reader: ours without the settings of the tests."""
-    ours = ("MOORED_", "PYTHON", "COVERAGE", "VIRTUAL_ENV", "MAKE")
+    ours = ("MOORED_", "PYTHON", "PYTEST_", "INITDB_ONCE", "COVERAGE", "VIRTUAL_ENV", "MAKE")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
     return plain | {"PYTHONUNBUFFERED": "1"}
 
