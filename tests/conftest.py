@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: not item.nodeid.startswith("tests/soak_app/"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Enable garbage collections, and exclude the collected tests from them, to save time.
 
     A collection of everything takes half a second. A simulation freezes the existing objects too,
@@ -81,6 +81,8 @@ def pytest_collection_finish() -> None:
 
     gc.freeze = collect_and_freeze
     gc.unfreeze = lambda: None
+    if session.config.option.workers > 1 and "tests.programs" in sys.modules:
+        sys.modules["tests.programs"].share_imports()
 
 
 def pytest_asyncio_loop_factories(

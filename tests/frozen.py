@@ -9,15 +9,13 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
-from moored.embedded import SyncEmbeddedPostgres
-
 __all__ = ["frozen"]
 
 
 @contextmanager
-def frozen(server: SyncEmbeddedPostgres) -> Iterator[float]:
-    """Stop all processes of a server that only this test uses; yields when that was."""
-    postmaster = psutil.Process(server.pid)
+def frozen(pid: int) -> Iterator[float]:
+    """Stop all processes of a server, given its first one; yields when that was."""
+    postmaster = psutil.Process(pid)
     # The postmaster first, because it would start new processes.
     postmaster.send_signal(signal.SIGSTOP)
     family = [postmaster, *postmaster.children(recursive=True)]

@@ -23,10 +23,12 @@ from moored.embedded._cluster import Cluster
 
 __all__ = ["initdb_once", "pytest_configure", "pytest_unconfigure"]
 
-#: Run `initdb`, and keep a copy of its result for later servers, unless another process was faster.
-_KEEP = """
+#: Copy the result of `initdb`; the first process runs it, while the others wait, and keeps a copy.
+_COPY_OR_MAKE = """
 kept=$1; data=$2; shift 2
-"$@" && cp -a "$data/." "$kept.$$" && { mv -T "$kept.$$" "$kept" || rm -rf "$kept.$$"; }
+exec 9>"$kept.lock" && flock 9 || exit
+[ ! -e "$kept" ] || exec cp -a "$kept/." "$data"
+"$@" && cp -a "$data/." "$kept.new" && mv -T "$kept.new" "$kept"
 """
 
 
@@ -70,10 +72,8 @@ def initdb_once() -> Iterator[None]:
         kind_folder = folder / hashlib.sha256(kind.encode()).hexdigest()[:16]
         kind_folder.mkdir(exist_ok=True)
         os.chown(kind_folder, cluster.account.uid, cluster.account.gid)
-        kept = kind_folder / "data"
-        if kept.exists():
-            return ["/bin/cp", "-a", f"{kept}/.", place]
-        return ["/bin/sh", "-c", _KEEP, "sh", str(kept), place, *command]
+        kept = str(kind_folder / "data")
+        return ["/bin/sh", "-c", _COPY_OR_MAKE, "sh", kept, place, *command]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Cluster, "initdb", quick)

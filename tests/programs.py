@@ -16,13 +16,14 @@ import sys
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tests.initdb_once import initdb_once
 
-__all__ = ["Program", "run_program"]
+__all__ = ["Program", "run_program", "share_imports"]
 
 #: Modules that the programs import. None of them starts a thread or opens a connection.
 _PRELOAD = [
@@ -45,6 +46,17 @@ _PRELOAD = [
 ]
 
 _forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(_PRELOAD)
+
+
+def share_imports() -> None:
+    """Let the processes that this one forks start their programs from one process, not from eight.
+
+    Each of them would start its own, because it cannot wait for one that is not its child.
+    """
+    forkserver.ensure_running()
+    server: Any = forkserver._forkserver
+    server.ensure_running = lambda: None
 
 
 class Program:
@@ -64,7 +76,6 @@ class Program:
         environ: Mapping[str, str] | None = None,
         descriptors: int | None = None,
     ) -> None:
-        _forks.set_forkserver_preload(_PRELOAD)
         self.args = (module, *arguments)
         their_input, our_input = os.pipe()
         our_output, their_output = os.pipe()
@@ -77,6 +88,8 @@ class Program:
             self.stderr = os.fdopen(our_errors)
             pipes[2] = Connection(their_errors)
             self._ours.append(self.stderr)
+        else:  # the process that is forked may have that of another worker
+            pipes[2] = Connection(os.dup(2))
         self._process = _forks.Process(
             target=_main,
             args=(module, arguments, pipes, log, cwd, environ, descriptors),
@@ -151,12 +164,12 @@ def _main(
     environ: Mapping[str, str] | None,
     descriptors: int | None,
 ) -> None:
-    if log is not None:
-        with log.open("ab") as file:
-            os.dup2(file.fileno(), 2)
     for number, pipe in pipes.items():
         os.dup2(pipe.fileno(), number)
         pipe.close()
+    if log is not None:
+        with log.open("ab") as file:
+            os.dup2(file.fileno(), 2)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     # A collection would copy the memory of everything that was imported.
     gc.freeze()

@@ -1,4 +1,7 @@
-"""An app with a broker, and nothing that drains it: for any ASGI server, and for `moored serve`."""
+"""An app with a broker, and nothing that drains it, for any ASGI server.
+
+Each server imports it in processes of its own: it imports little.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.routing import Mount
-from tests.broker.serving import ACME, KEYS, OTHER
 
-from moored.app import App, ComponentContext
 from moored.broker import ApiKeys, Broker, BrokerApp, MemorySource
 
+KEYS = {"acme-key": "acme", "other-key": "other"}
 #: Fills the socket of a client that does not read, and its buffer in the server, at once.
-LARGE = json.dumps({"org_id": OTHER, "text": "x" * 500_000})
+LARGE = json.dumps({"org_id": "other", "text": "x" * 500_000})
 
 
 async def publish(source: MemorySource, broker: Broker) -> None:
@@ -27,7 +29,7 @@ async def publish(source: MemorySource, broker: Broker) -> None:
         elif not stalled:
             stalled = 1
             print("clients are stalled", flush=True)  # noqa: T201
-        source.publish("orders", json.dumps({"org_id": ACME}))
+        source.publish("orders", json.dumps({"org_id": "acme"}))
         await asyncio.sleep(0.02)
 
 
@@ -44,16 +46,3 @@ async def lifespan(_: Starlette) -> AsyncIterator[None]:
 
 
 app = Starlette(lifespan=lifespan)
-
-
-#: The same for `moored serve`.
-service = App("stopping")
-served = MemorySource()
-serving = service.broker(
-    served, authenticate=ApiKeys(KEYS), channels=["orders"], buffer=1, slow="drop"
-)
-
-
-@service.component
-async def publisher(ctx: ComponentContext) -> None:
-    await publish(served, serving)

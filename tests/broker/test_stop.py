@@ -21,7 +21,7 @@ from tests.servers import free_port
 from tests.service.support import clean_environment
 
 ROOT = Path(__file__).parents[2]
-APP, SERVICE = "tests.broker.stop_program:app", "tests.broker.stop_program:service"
+APP, SERVICE = "tests.broker.stop_program:app", "tests.broker.stop_service:service"
 #: Three times the five seconds within which a server stops.
 STOP = 15.0
 

@@ -165,8 +165,10 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 @asynccontextmanager
 async def black_hole(url: str) -> AsyncIterator[BlackHole]:
     """A path to the server that can be cut silently."""
-    number = (os.getpid() * 10 + next(_numbers)) % 250
-    name, ours, theirs = f"mrd{number}", f"10.213.{number}.1", f"10.213.{number}.2"
+    # So many that tests and benchmarks that run at the same time have different ones.
+    number = (os.getpid() * 10 + next(_numbers)) % 2**14
+    name, third, fourth = f"mrd{number}", number // 64, number % 64 * 4
+    ours, theirs = (f"10.213.{third}.{fourth + host}" for host in (1, 2))
     try:
         _run("ip", "netns", "add", name)
     except (OSError, subprocess.CalledProcessError):

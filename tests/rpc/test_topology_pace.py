@@ -270,4 +270,5 @@ def test_mutants_that_fetch_too_often_or_too_rarely_are_caught(
     scenario: Any, owner: Any, name: str, replacement: Any
 ) -> None:
     planted = mutant(owner, name, replacement, name=replacement.__name__)
-    assert_caught(scenario, planted, within=50, clean=0)
+    # One schedule in 30 shows the rarest of them.
+    assert_caught(scenario, planted, within=400, clean=0)

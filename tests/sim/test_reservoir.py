@@ -245,6 +245,7 @@ MUTANTS = [
         "a lease released twice",
         "used connections not counted",
         "a failed connect keeps its lease",
+        "a new burst when the store is down",
     ),
 )
 def test_a_planted_defect_is_caught(planted: Mutant) -> None:
