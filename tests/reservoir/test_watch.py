@@ -116,6 +116,21 @@ async def test_a_probe_that_waits_for_the_rate_limit_is_no_silence(sim: Sim) -> 
 
 
 @in_virtual_time
+async def test_a_second_silence_is_reported_while_the_probe_of_the_first_has_no_answer(
+    sim: Sim,
+) -> None:
+    server = Server()
+    async with server.pool(1) as pool, working(server.work(pool, 0.1, 0.0)):
+        server.accepts.clear()  # the connection of the probe opens neither now nor later
+        for _ in range(2):
+            server.answers.clear()
+            assert await longest_silence(pool, PROMISED) > 0.0
+            server.answers.set()
+            await asyncio.sleep(2 * LOOK)
+            assert pool.silent_for == 0.0
+
+
+@in_virtual_time
 async def test_a_statement_that_ends_is_an_answer_of_a_server_that_accepts_nobody(sim: Sim) -> None:
     server = Server()
     async with server.pool(2) as pool:

@@ -82,9 +82,15 @@ class Watch(Generic[C]):
         stuck = not ended and not before.items().isdisjoint(self._busy.items())
         ready = bool(upkeep.core.ready)
         wanted = self._silence.look(upkeep.clock.monotonic(), stuck=stuck, ready=ready)
-        if wanted and not self._probing and (ready or self._may_open):
-            self._probing = True
-            upkeep.start_opening(self._probe(), "probe")
+        if not wanted or not (ready or self._may_open):
+            return
+        if self._probing:
+            # It was sent before the last answer, and has none yet.
+            if not self._silence.held:
+                self._silence.asked(upkeep.clock.monotonic())
+            return
+        self._probing = True
+        upkeep.start_opening(self._probe(), "probe")
 
     def _has_ended(self, item: Item[C], since: float) -> bool:
         """Whether the server has ended the statement that was running at the last look."""
