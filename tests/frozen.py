@@ -9,13 +9,15 @@ from contextlib import contextmanager, suppress
 
 import psutil
 
+from moored.embedded import SyncEmbeddedPostgres
+
 __all__ = ["frozen"]
 
 
 @contextmanager
-def frozen(pid: int) -> Iterator[float]:
-    """Stop all processes of a server, given its first one; yields when that was."""
-    postmaster = psutil.Process(pid)
+def frozen(server: SyncEmbeddedPostgres | psutil.Process) -> Iterator[float]:
+    """Stop all processes of a server, or of its first one; yields when that was."""
+    postmaster = server if isinstance(server, psutil.Process) else psutil.Process(server.pid)
     # The postmaster first, because it would start new processes.
     postmaster.send_signal(signal.SIGSTOP)
     family = [postmaster, *postmaster.children(recursive=True)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +14,7 @@ from pathlib import Path
 import grpc  # type: ignore[import-untyped]
 import httpx
 import psutil
+from tests.programs import Program
 from tests.servers import free_port
 from tests.service.support import clean_environment
 
@@ -78,24 +77,25 @@ class OrdersService:
             PRICES=f"127.0.0.1:{prices.port}",
             MOORED_NO_TOKEN="1",
         )
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Program | None = None
 
     def start(self, *options: str) -> None:
         """Start it; `running()` also waits until it is ready."""
-        command = ["-m", "uvicorn", "orders_service:api", "--port", self.base.rpartition(":")[2]]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, *command, "--log-level", "warning", *options],
-                cwd=EXAMPLES,
-                env=self._environment,
-                stderr=log,
-            )
+        self.process = Program(
+            *("uvicorn", "orders_service:api", "--port", self.base.rpartition(":")[2]),
+            *("--log-level", "warning", *options),
+            log=self.log,
+            cwd=EXAMPLES,
+            environ=self._environment,
+        )
 
     @asynccontextmanager
     async def running(self, *options: str) -> AsyncIterator[httpx.AsyncClient]:
         """Start it, and wait until every part is active."""
         self.start(*options)
-        async with httpx.AsyncClient(base_url=self.base, timeout=LIMIT, trust_env=False) as asking:
+        async with httpx.AsyncClient(
+            base_url=self.base, timeout=LIMIT, trust_env=False, verify=False
+        ) as asking:
             await self.until_health(asking, {"active"})
             yield asking
 
@@ -119,16 +119,17 @@ class OrdersService:
         """Send a signal, and return the exit code; no process is left behind."""
         assert self.process is not None
         family = psutil.Process(self.process.pid).children(recursive=True)
-        self.process.send_signal(number)
-        code = self.process.wait(LIMIT)
+        with self.process:
+            self.process.send_signal(number)
+            code = self.process.wait(LIMIT)
         _, left = psutil.wait_procs(family, timeout=LIMIT)
         assert left == []
         return code
 
     def kill(self) -> None:
         """Kill what is left of it."""
-        if self.process is not None and self.process.poll() is None:
+        if self.process is not None and self.process.returncode is None:
             for each in psutil.Process(self.process.pid).children(recursive=True):
                 each.kill()
-            self.process.kill()
-            self.process.wait()
+            with self.process:
+                self.process.kill()

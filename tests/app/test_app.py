@@ -191,7 +191,7 @@ async def test_a_part_that_fails_is_started_again_and_health_says_why() -> None:
         await app.ready(LIMIT)
         # What happened stays known after the recovery.
         assert "  restarts 1: the file is gone (OSError)\n" in app.explain("importer")
-        assert "did not work for" in app.explain("importer")
+        assert "importer failed for" in app.explain("importer")
         assert "the file is gone" in app.explain("importer")
 
 
@@ -213,7 +213,7 @@ async def test_a_component_that_fails_at_each_start_is_never_ready_between() -> 
         await asyncio.wait_for(failed.wait(), LIMIT)
         assert set(seen) == {"starting"}
         head, because, restarts, again, *_ = app.explain("flaky").splitlines()
-        assert head.startswith("starting for ")
+        assert head.startswith("down for ")
         assert because == "  because  refused 3 times (ConnectionError)"
         assert restarts == "  restarts 3"
         assert again.startswith("  so       it starts again in ")
@@ -336,7 +336,7 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
         for part in ("db", "postgres", "broker", "sessions"):
             assert app.explain(part), part
         consumer = app.explain("consumer-search").splitlines()
-        assert consumer[0].startswith("active for ")
+        assert consumer[0].startswith("works for ")
         assert consumer[1].startswith("  because  handled 1 transaction and ")
         # The first start of a source is no failure.
         assert "failure" not in {each.kind for each in app.recorder.events("broker")}
@@ -490,7 +490,9 @@ async def test_a_channel_outlives_its_server() -> None:
             assert "generation 1 is connected" in app.explain("vectors")
             await asyncio.to_thread(server.kill)
             await until(app, "starting")
-            assert "vectors is starting" in (await asking.get("/v1/status")).json()["sentence"]
+            sentence = (await asking.get("/v1/status")).json()["sentence"]
+            assert sentence.startswith("gRPC server cannot be reached: ")
+            assert sentence.endswith(" Waiting for it: vectors.")
             await asyncio.to_thread(server.start)
             assert await echo(b"again", timeout=LIMIT) == b"again"
             await app.ready()
@@ -763,8 +765,8 @@ async def test_lost_sessions_are_explained_after_they_are_back() -> None:
         assert app.service is not None
         async with asyncio.timeout(LIMIT):
             while True:
-                found = app.service.view.outages()
-                if len(found) == number and found[0]["lasted"] is not None:
+                found = app.service.truth.incidents()
+                if len(found) == number and found[0]["ended"] is not None:
                     return found
                 await asyncio.sleep(0.05)
 
@@ -773,8 +775,8 @@ async def test_lost_sessions_are_explained_after_they_are_back() -> None:
             await accounts.connect(profile, Demo(server), timeout=LIMIT)
         server.cut()  # back before the next look at their health
         (incident,) = await outages(1)
-        assert incident["parts"] == {"chat": "degraded"}
-        assert "4 links lost: the peer has aborted the connection" in incident["because"][0]
+        assert [state for _, _, state in incident["parts"]["chat"]] == ["degraded"]
+        assert "4 links lost: the peer has aborted the connection" in incident["why"]
         await online(*"abcd")
         assert "lost     4 links" in app.explain("chat")
         assert "offline: the peer has aborted" in app.explain("chat/a")

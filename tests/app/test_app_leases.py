@@ -21,7 +21,7 @@ async def test_leases_are_shown_and_released_with_the_app() -> None:
             assert status["parts"] == {"leases": "active"}
             assert status["leases"]["held"] == 1
             metrics = generate_latest(app.service.registry).decode()
-        assert "active" in app.explain("leases")
+        assert "works" in app.explain("leases")
     assert 'moored_leases_held{leases="leases"} 1.0' in metrics
     assert 'moored_leases_available{leases="leases"} 1.0' in metrics
     assert 'moored_leases_lost_total{leases="leases",reason="expired"} 0.0' in metrics

@@ -136,8 +136,8 @@ def test_a_consumer_that_always_fails_leaves_the_service_ready_and_is_named_ever
         assert answer.json()["degraded"] == ["consumer-search"]
         assert "\nmoored_degraded 1.0\n" in service.get("/metrics").text
         sentence = service.get("/v1/status").json()["sentence"]
-        assert sentence.startswith("The service works, but consumer-search is starting: ")
-        assert "order 2 has no item" in sentence
+        assert sentence.startswith("consumer-search has failed, and is coming back: ")
+        assert "rder 2 has no item" in sentence
         assert "order 2 has no item" in service.get("/v1/explain/consumer-search").text
         assert orders.handled() == [1]
         (folder / "poison").unlink()

@@ -59,7 +59,7 @@ def address(output: IO[str]) -> str:
 def test_serve_runs_the_app_of_a_module(tmp_path: Path) -> None:
     (tmp_path / "orders.py").write_text(ORDERS.format(name="importer"))
     with served(tmp_path) as output:
-        answer = httpx.get(f"{address(output)}/v1/health", timeout=30).json()
+        answer = httpx.get(f"{address(output)}/v1/health", timeout=30, verify=False).json()
     parts = {"importer": "active", "http": "active"}
     assert answer == {"status": "active", "parts": parts, "degraded": []}
 
@@ -68,7 +68,7 @@ def test_serve_goes_on_without_an_optional_part_that_has_failed_for_good(tmp_pat
     failing = 'app.sessions(storage="orders.py/below", required=False)'
     (tmp_path / "orders.py").write_text(ORDERS.format(name="importer") + failing)
     with served(tmp_path) as output:
-        answer = httpx.get(f"{address(output)}/v1/health?started", timeout=30)
+        answer = httpx.get(f"{address(output)}/v1/health?started", timeout=30, verify=False)
     assert (answer.status_code, answer.json()["degraded"]) == (200, ["sessions"])
 
 
@@ -76,13 +76,17 @@ def test_with_reload_a_changed_file_is_run_anew(tmp_path: Path) -> None:
     orders = tmp_path / "orders.py"
     orders.write_text(ORDERS.format(name="importer"))
     with served(tmp_path, "--reload") as output:
-        assert "importer" in httpx.get(f"{address(output)}/v1/health", timeout=30).text
+        assert (
+            "importer" in httpx.get(f"{address(output)}/v1/health", timeout=30, verify=False).text
+        )
         orders.write_text(ORDERS.format(name="exporter"))
         os.utime(orders, (1, 1))  # another time than the last one, however coarse the clock is
         assert "a file has changed" in output.readline()
         while "stopped" not in output.readline():
             pass
-        assert "exporter" in httpx.get(f"{address(output)}/v1/health", timeout=30).text
+        assert (
+            "exporter" in httpx.get(f"{address(output)}/v1/health", timeout=30, verify=False).text
+        )
 
 
 @pytest.mark.parametrize(
@@ -126,7 +130,9 @@ async def test_an_asgi_server_starts_and_stops_it() -> None:
     serving = asyncio.create_task(server.serve([listening]))
     async with asyncio.timeout(60):
         port = listening.getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as asking:
+        async with httpx.AsyncClient(
+            base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False
+        ) as asking:
             assert (await asking.get("/v1/health")).json()["status"] == "active"
         server.should_exit = True
         await serving

@@ -94,7 +94,7 @@ async def test_every_link_tells_that_the_server_is_silent(
                 await until(lambda: answers >= enough, "queries are answered", LIMIT)  # noqa: B023
                 await until(lambda: app.status == "active", "all is well", LIMIT)
                 took: dict[str, float] = {}
-                with frozen(server.pid) as began:
+                with frozen(server) as began:
                     while left := told.keys() - took.keys():
                         for what in left:
                             if told[what]():

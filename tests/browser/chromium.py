@@ -18,6 +18,8 @@ __all__ = ["Browser", "Page", "browser"]
 
 #: Three times what the page may take to show a change on a busy machine.
 LIMIT = 60.0
+#: The codes of keys, as browsers number them.
+KEYS = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40}
 OPTIONS = (
     "--headless",
     "--hide-scrollbars",
@@ -105,6 +107,14 @@ class Page:
         """Set the size of the window."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.command("Emulation.setDeviceMetricsOverride", **size)
+
+    def press(self, key: str) -> None:
+        """Press a key, such as "Tab" or "ArrowDown"."""
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": KEYS[key]}
+        self.command("Input.dispatchKeyEvent", type="rawKeyDown", **about)
+        if key == "Enter":
+            self.command("Input.dispatchKeyEvent", type="char", text="\r", **about)
+        self.command("Input.dispatchKeyEvent", type="keyUp", **about)
 
     def prefer(self, scheme: str) -> None:
         """Set the preferred colours: light or dark."""

@@ -71,7 +71,9 @@ def test_service_runs_as_its_readme_says_and_stops_at_sigterm(tmp_path: Path) ->
             base = f"http://127.0.0.1:{port}"
             until(lambda: answers(f"{base}/moored/v1/health?ready"), "it is ready")
             (link,) = re.findall(r"http://\S+token=\S+", (tmp_path / "log").read_text())
-            with httpx.Client(follow_redirects=True, timeout=LIMIT, trust_env=False) as person:
+            with httpx.Client(
+                follow_redirects=True, timeout=LIMIT, trust_env=False, verify=False
+            ) as person:
                 assert 'src="static/page.js"' in person.get(link).text
             with Terminal.opened(subscribe, tmp_path) as browser:
                 browser.wait_for("event: start")

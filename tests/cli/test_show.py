@@ -9,23 +9,26 @@ from moored.cli import _show
 pytestmark = pytest.mark.pure
 
 
-def test_an_incident_says_how_long_each_part_and_how_long_all_did_not_work() -> None:
-    incident = {
-        "parts": {"db": "starting", "search": "degraded"},
-        "wall": 0.0,
-        "lasted": 8.2,
-        "lasted_of": {"db": 2.8, "search": 8.2},
-        "because": ["db: no route"],
+def test_an_outage_has_one_length_and_names_its_root_and_those_that_waited() -> None:
+    outage = {
+        "id": 7,
+        "root": "server",
+        "what": "PostgreSQL did not answer",
+        "parts": {"server": "down", "db": "waits", "search": "waits"},
+        "sign_of_life": 1000.0,
+        "ended": 1025.1,
+        "why": "Connections stay open but nothing arrives.",
         "cost": {"callers waited": 1, "messages not sent": 3},
+        "cost_words": "1 caller waited, 3 messages not sent",
     }
-    first, *rest = [str(line) for line in _show.outages([incident])]
-    assert first.startswith("  db (2.8 s), search (8.2 s) did not work from ")
-    assert first.endswith(" on, for 8.2 s, until all worked again")
+    first, *rest = [str(line) for line in _show.outages([outage], 2000.0)]
+    assert first.startswith("  7   ")
+    assert "  PostgreSQL did not answer, for 25.1 s, until " in first
     assert rest == [
-        "    because  db: no route",
+        "    because  Connections stay open but nothing arrives.",
+        "    with it  db, search",
         "    cost     1 caller waited, 3 messages not sent",
     ]
-    alone = {**incident, "parts": {"db": "degraded"}, "lasted_of": {"db": 8.2}, "cost": {}}
-    (only, _) = [str(line) for line in _show.outages([alone])]
-    assert only.startswith("  db was degraded from ")
-    assert only.endswith(" on, for 8.2 s")
+    alone = {**outage, "parts": {"server": "down"}, "cost": {}, "why": "", "ended": None}
+    (only,) = [str(line) for line in _show.outages([alone], 1015.24)]
+    assert only.endswith("  PostgreSQL did not answer, for 15.2 s, until now")

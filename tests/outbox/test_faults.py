@@ -64,7 +64,7 @@ async def test_a_reader_of_a_frozen_server_can_be_cancelled() -> None:
         async with AsyncConnectionPool(server.url, min_size=1, max_size=1) as pool:
             outbox = Outbox(pool)
             await outbox.read()
-            with frozen(server.pid):
+            with frozen(server):
                 reading = asyncio.ensure_future(outbox.read())
                 await asyncio.sleep(0.1)  # the statement is sent
                 begun = time.monotonic()

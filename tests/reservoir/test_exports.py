@@ -16,7 +16,7 @@ from moored.reservoir import asyncpg, aws, prometheus, psycopg_pool
 def test_the_public_names() -> None:
     assert moored.reservoir.__all__ == [
         *("AsyncConnectionPool", "AsyncNullConnectionPool", "ConnectionPool", "NullConnectionPool"),
-        *("Reservoir", "ReservoirConfig", "Statistics", "retry_transaction"),
+        *("Reservoir", "ReservoirConfig", "BUCKETS", "Statistics", "retry_transaction"),
         *("CachedTokens", "Token", "TokenProvider"),
         *("PoolClosed", "PoolOverloaded", "PoolTimeout", "ReservoirEmpty", "ReservoirError"),
         *("ServerUnreachable", "TokenError", "TooManyRequests"),

@@ -153,7 +153,8 @@ async def test_the_latency_of_acquires_is_a_histogram(postgres_url: str) -> None
         counts = [
             scrape("acquire_seconds_bucket", **ORDERS, le=str(end)) for end in [*BUCKETS, "+Inf"]
         ]
-        assert counts == [1, 1, 1, 1, 2, 2, 2]
+        assert set(counts[: BUCKETS.index(0.1) + 1]) == {1}
+        assert counts[-1] == 2
         assert scrape("acquire_seconds_count", **ORDERS) == 2
         assert scrape("acquire_seconds_sum", **ORDERS) == pytest.approx(0.15, abs=0.5)
         assert (scrape("acquire_seconds_sum", **ORDERS) or 0) >= 0.1

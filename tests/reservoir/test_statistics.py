@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -40,11 +41,24 @@ pytestmark = pytest.mark.pure
 
 
 def test_waits_are_sorted_into_buckets() -> None:
-    assert BUCKETS == (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
+    assert BUCKETS[:3] == (0.0001, 0.00014, 0.0002)
+    assert {0.0001, 0.001, 0.01, 0.1, 1.0, 10.0} < set(BUCKETS)
     latency = Latency()
     for seconds in (0.0, 0.0001, 0.00011, 0.5, 1.0, 10.0, 10.1, 1000.0):
         latency.add(seconds)
-    assert latency.counts == [2, 1, 0, 0, 2, 1, 2]
+    found = dict(zip((*BUCKETS, "more"), latency.counts, strict=True))
+    assert {end: number for end, number in found.items() if number} == {
+        0.0001: 2,
+        0.00014: 1,
+        0.56: 1,
+        1.0: 1,
+        10.0: 1,
+        "more": 2,
+    }
+
+
+def test_the_buckets_of_waits_are_at_most_half_an_octave_wide() -> None:
+    assert all(end / begin < 1.44 for begin, end in pairwise(BUCKETS))
 
 
 @given(st.lists(st.floats(0.0, 100.0)))
@@ -55,6 +69,11 @@ def test_each_wait_is_counted_in_one_bucket(waits: list[float]) -> None:
     assert sum(latency.counts) == len(waits)
     for place, end in enumerate(BUCKETS):
         assert sum(latency.counts[: place + 1]) == sum(wait <= end for wait in waits)
+
+
+def _waits(now: Statistics, least: float, most: float) -> int:
+    """Return how many callers have waited for longer than this, and at most that."""
+    return sum(now.latency[BUCKETS.index(least) + 1 : BUCKETS.index(most) + 1])
 
 
 # -- sizes ---------------------------------------------------------------------------------------
@@ -162,7 +181,7 @@ async def test_statistics_count_waiters_and_their_waits(sim: Sim) -> None:
         now = pool.statistics()
         assert (now.checkouts, now.queued, now.waiting, now.empty) == (2, 1, 0, 1)
         assert now.wait_seconds == pytest.approx(0.5, abs=0.01)
-        assert now.latency == (1, 0, 0, 0, 1, 0, 0)
+        assert (now.latency[0], _waits(now, 0.1, 1.0), sum(now.latency)) == (1, 1, 2)
 
 
 @in_virtual_time
@@ -205,7 +224,7 @@ async def test_a_failed_check_is_counted_and_no_counter_decreases(sim: Sim) -> N
         now = pool.statistics()
         assert dict(now.discards) == {"failed_check": 1}
         assert (now.checkouts, now.in_use, now.returns) == (3, 1, 2)
-        assert now.latency == (1, 0, 0, 0, 2, 0, 0), "none is less than nothing"
+        assert (now.latency[0], _waits(now, 0.1, 1.0), sum(now.latency)) == (1, 2, 3)
         assert pool.get_stats()["requests_num"] == 2
         await pool.putconn(second)
 

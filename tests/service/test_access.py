@@ -13,9 +13,10 @@ from moored.service import Config, _auth
 from moored.service._app import make_app
 from moored.service._browser_streams import BrowserStreams
 from moored.service._connections import Connections
-from moored.service._feed import Feed
 from moored.service._health import PartHealth
+from moored.service._live import Live
 from moored.service._metrics import EventCounter, registry_of
+from moored.service._part_page import PartPages
 from moored.service._view import View
 
 pytestmark = pytest.mark.pure
@@ -28,6 +29,9 @@ LOCKED = (
     "/v1/status",
     "/v1/explain/x",
     "/v1/events",
+    "/v1/history",
+    "/v1/map",
+    "/v1/parts/lamp",
     "/metrics",
     "/static/page.js",
     "/nothing",
@@ -46,8 +50,9 @@ async def client(
         view = View(root.tree, monitor, health, recorder, Clock.current())
         streams = BrowserStreams()
         streams.close()  # a stream would never end here
+        live = Live(view, (), view.truth, streams, "lamp")
         registry = registry_of(view, EventCounter(), streams, Connections())
-        app = make_app(config, view, Feed(view, streams), registry)
+        app = make_app(config, view, live, PartPages(view, live, ()), registry)
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url=base_url) as asking:
             yield asking
@@ -273,7 +278,7 @@ async def test_the_page_loads_nothing_from_other_hosts() -> None:
         page = await asking.get("/")
         assert "Log out" in page.text  # there, and hidden
         assert 'action="logout" hidden' in page.text
-        for name in ("page.html", "page.js", "page.css", "icon.svg"):
+        for name in ("page.html", "page.js", "page.css", "icon-works.svg"):
             path = "/" if name == "page.html" else f"/static/{name}"
             text = (await asking.get(path)).text.replace("http://www.w3.org/2000/svg", "")
             assert "http://" not in text, name

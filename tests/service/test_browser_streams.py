@@ -55,7 +55,7 @@ async def test_only_the_newest_state_is_sent_and_none_is_a_loss() -> None:
     streams = BrowserStreams(size=1)
     client = joined(streams)
     for number in range(5):
-        streams.publish_state(b"state %d" % number)
+        client.give_state(b"state %d" % number)
     streams.publish(b"event")
     assert client.take() == [b"event", b"state 4"]
     assert streams.statistics().dropped == 0

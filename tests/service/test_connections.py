@@ -71,7 +71,7 @@ async def test_a_stream_and_a_request_in_time_are_not_closed(
     monkeypatch.setattr(_connections, "HEAD_TIMEOUT", 0.1)
     async with (
         house() as it,
-        it.client.stream("GET", "/v1/events") as stream,
+        it.client.stream("GET", "/v1/events?events") as stream,
         line(it) as (idle, _),
     ):
         assert await rest_of(idle) == b""  # so more than the limit has passed

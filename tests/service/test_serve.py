@@ -138,7 +138,7 @@ def test_a_server_that_dies_is_restarted_and_health_shows_it(spare_data: Path) -
         until(lambda: service.health()[0] == 202, "the loss is noticed")
         service.wait_active()
         assert service.postgres().pid != before.pid
-        service.wait_for("ready again after")
+        service.wait_for("ready again")
         state = service.get("/v1/status").json()
         server = state["tree"]["children"][0]["children"][0]
         assert server["name"] == "server"
@@ -170,7 +170,7 @@ def test_a_server_that_must_move_to_another_port_is_found_there(spare_data: Path
             return True
 
         until(taken, "its port is taken")
-        service.wait_for("ready again after", seen)
+        service.wait_for("ready again", seen)
         detail = service.get("/v1/status").json()["conditions"]["postgres_ready"]["detail"]
         assert f":{port}/" not in detail
         assert service.stop() == 0

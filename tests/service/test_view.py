@@ -60,7 +60,7 @@ async def test_the_whole_state_is_plain_data() -> None:
         state = json.loads(json.dumps(view.as_dict()))
     assert state["status"] == "starting"
     assert state["parts"] == {"lamp": "starting"}
-    assert state["sentence"] == "Not ready: lamp is starting."
+    assert state["sentence"] == "Starting: 0 of 1 parts work: lamp: starts."
     assert state["version"] == moored.__version__
     assert state["address"] == "http://x"
     assert state["uptime"] >= 0
@@ -74,41 +74,15 @@ def test_the_sentence_names_a_required_part_before_an_optional_one() -> None:
     health = PartHealth({"extra": ("a",), "db": ("b",)}, optional=["extra"])
     monitor = StatusMonitor(["a", "b"], health.status)
     root = Tree("app", "running", 0.0)
-    view = View(lambda: root, monitor, health, Recorder(), Clock.system())
+    clock = FakeClock()
+    view = View(lambda: root, monitor, health, Recorder(), clock)
     health.report("extra", "failed")
-    assert view.sentence() == "Not ready: db is starting; and extra is failed."
+    starting = "Starting: 0 of 2 parts work: db: starts."
+    assert view.sentence() == f"{starting} Also: extra has failed for good."
     health.report("db", "degraded")
     monitor.set("b", owner="nobody")
-    assert view.sentence() == "The service works, but extra is failed; and db is degraded."
-
-
-@pytest.mark.parametrize(
-    ("bad", "sentence"),
-    [
-        ("db pool", "db is failed; also affected: pool."),  # of the same server
-        ("db search", "db is failed; also affected: search."),  # it comes after it
-        ("db pool search", "db is failed; also affected: pool, search."),
-        ("db vectors", "db is failed; and vectors is failed."),
-        ("db search vectors", "db is failed; also affected: search; and vectors is failed."),
-        ("search live", "search is failed; and live is failed."),  # what they come after works
-        ("pool search", "pool is failed; and search is failed."),
-    ],
-)
-def test_the_sentence_calls_only_parts_affected_that_are_tied(bad: str, sentence: str) -> None:
-    ties = {
-        "db": ["10.0.0.1:5432"],
-        "pool": ["10.0.0.1:5432"],
-        "search": ["db"],
-        "live": ["db"],
-        "vectors": ["10.0.0.2:19530"],
-    }
-    health = PartHealth(dict.fromkeys(ties, ()))
-    monitor = StatusMonitor(["up"], health.status)
-    root = Tree("app", "running", 0.0)
-    view = View(lambda: root, monitor, health, Recorder(), Clock.system(), ties=ties)
-    for part in bad.split():
-        health.report(part, "failed")
-    assert view.sentence().endswith(f" {sentence}")
+    clock.advance(20)
+    assert view.sentence() == "db works only in part. Also: extra has failed for good."
 
 
 def test_the_state_says_for_how_long_its_sentence_has_been_true() -> None:
@@ -126,6 +100,7 @@ def test_the_state_says_for_how_long_its_sentence_has_been_true() -> None:
     assert view.as_dict()["sentence_for"] == 3  # it is about db
     for part in ("db", "extra"):
         health.report(part, "active", clock.monotonic())
+        view.truth.look()
         clock.advance(4)
     assert view.as_dict()["sentence_for"] == 4
 

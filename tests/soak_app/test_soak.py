@@ -111,7 +111,11 @@ class SoakedService:
                 self.program = Running(program)
                 try:
                     async with httpx.AsyncClient(
-                        base_url=self.base, timeout=LIMIT, limits=limits, trust_env=False
+                        base_url=self.base,
+                        timeout=LIMIT,
+                        limits=limits,
+                        trust_env=False,
+                        verify=False,
                     ) as client:
                         yield client
                     assert await asyncio.to_thread(self.program.stop, signal.SIGTERM) == 0

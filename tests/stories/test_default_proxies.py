@@ -46,7 +46,7 @@ async def test_pgbouncer_and_nginx_with_their_defaults(
 
         async def used() -> Callers:
             async with Callers(front.url, whose) as callers:
-                await until(lambda: callers.answers[200] > REQUESTS, "requests")
+                await callers.succeed(REQUESTS)
             assert callers.answers.keys() == {200}
             await all_seen(postgres_url, browsers, since=-100)
             return callers

@@ -87,7 +87,7 @@ async def test_a_server_that_is_moved(
             await shop.ready()
             async with attached(shop.url, *whose) as browsers:
                 async with Callers(shop.url, whose) as callers:
-                    await until(lambda: callers.answers[200] > ORDERS, "requests")
+                    await callers.succeed(ORDERS)
                 before = await all_seen(old.url, browsers)
                 await all_copied(old.url)
                 await shop.ended()
@@ -105,7 +105,7 @@ async def test_a_server_that_is_moved(
                         each.resets.clear()
                         each.seen.clear()
                     async with Callers(shop.url, whose) as callers:
-                        await until(lambda: callers.answers[200] > ORDERS, "requests")
+                        await callers.succeed(ORDERS)
                     after = await all_seen(new.url, browsers, since=callers.first)
                     orders, _ = await all_copied(new.url)
                     took = time.monotonic() - began

@@ -35,7 +35,9 @@ def service(tmp_path: Path) -> Iterator[Running]:
 
 def browser(url: str) -> httpx.AsyncClient:
     html = {"Accept": "text/html"}
-    return httpx.AsyncClient(base_url=url, headers=html, timeout=LIMIT, trust_env=False)
+    return httpx.AsyncClient(
+        base_url=url, headers=html, timeout=LIMIT, trust_env=False, verify=False
+    )
 
 
 async def test_behind_a_plain_proxy_nothing_but_health_is_open(

@@ -14,13 +14,17 @@ from moored.postgres import Outbox
 from moored.service import (
     READY_STATES,
     Config,
+    Declared,
     Part,
     Service,
     ServiceError,
     Status,
     connection_string,
+    fields_of,
     load_config,
+    parameters_of,
     serve,
+    values_of,
 )
 
 from ._asgi import AppEndpoint
@@ -49,9 +53,13 @@ TAKEN = frozenset(
     {
         *("http", "status", "sentence", "parts", "conditions_of", "kinds", "outages", "version"),
         *("python", "pid", "address", "started_at", "uptime", "conditions", "machines", "tree"),
-        *("events", "ready", "started", "degraded", "sentence_for"),
+        *("events", "ready", "started", "degraded", "sentence_for", "answer", "nodes"),
     }
 )
+
+
+#: The parameters of a pool that are in its configuration, under other names.
+_OF_CONFIG = ("config", "creation_rate", "creation_burst")
 
 
 class AppError(ServiceError):
@@ -116,7 +124,13 @@ class App:
         pool: AsyncConnectionPool[Any] = AsyncConnectionPool(
             conninfo, open=False, name=entry.name, recorder=self.recorder, **options
         )
-        self._add(pool_part(entry, pool))
+        self._add(
+            pool_part(entry, pool, "server" if "connect" in options else "PostgreSQL"),
+            lambda: (
+                *fields_of(pool.reservoir.config),
+                *parameters_of(AsyncConnectionPool, options, but=_OF_CONFIG),
+            ),
+        )
         return pool
 
     def postgres(
@@ -136,7 +150,10 @@ class App:
         entry = self._entry(name, required, after)
         _check_url(name, url)
         pg = Postgres(url, recorder=self.recorder, **options)
-        self._add(postgres_part(entry, pg))
+        self._add(
+            postgres_part(entry, pg),
+            lambda: parameters_of(Postgres, {**options, **values_of(pg.settings)}),
+        )
         self._streams[pg] = entry.name
         return pg
 
@@ -160,7 +177,11 @@ class App:
 
         entry = self._entry(name, required, after)
         channel = AppChannel(target, tls, options)
-        self._add(channel_part(entry, channel, self.recorder))
+        given = {"target": channel.config.address}
+        self._add(
+            channel_part(entry, channel, self.recorder),
+            lambda: parameters_of(App.channel, given, but=("options",)),
+        )
         return channel
 
     def sessions(
@@ -169,16 +190,23 @@ class App:
         name: str = "sessions",
         required: bool = True,
         after: Iterable[str] = (),
+        server: str | None = None,
         **options: Any,
     ) -> Sessions:
-        """Add the sessions of accounts; `options` are those of `Sessions`."""
+        """Add the sessions of accounts; `options` are those of `Sessions`.
+
+        :param server: the server of the accounts as "host:port", or a name for it on the map.
+        """
         from moored.sessions import Sessions
 
         from ._systems import sessions_part
 
         entry = self._entry(name, required, after)
         sessions = Sessions(name=entry.name, recorder=self.recorder, **options)
-        self._add(sessions_part(entry, sessions))
+        self._add(
+            sessions_part(entry, sessions, server=server),
+            lambda: parameters_of(Sessions, options),
+        )
         return sessions
 
     def leases(
@@ -201,7 +229,8 @@ class App:
 
         entry = self._entry(name, required, after)
         client = connect(url, name=entry.name, recorder=self.recorder, **options)
-        self._add(leases_part(entry, client))
+        given = {"url": url, **options}
+        self._add(leases_part(entry, client, url), lambda: parameters_of(connect, given))
         return client
 
     def broker(
@@ -233,7 +262,10 @@ class App:
         served = authenticate and BrokerApp(broker, authenticate, origins=origins)
         outbox = self._shared(source) if isinstance(source, Outbox) else None
         ties = [part for pg, part in self._streams.items() if source is pg.outbox]
-        self._add(broker_part(entry, broker, outbox, served, ties))
+        self._add(
+            broker_part(entry, broker, outbox, served, ties),
+            lambda: parameters_of(Broker, {"source": reads, **options}),
+        )
         return broker
 
     @overload
@@ -249,6 +281,9 @@ class App:
         after: Iterable[str] = (),
         once: bool = False,
         shutdown: float = 5.0,
+        uses: Iterable[str] | None = None,
+        runs: Iterable[str] = (),
+        kind: str = "component",
     ) -> Callable[[Run], Run]: ...
 
     def component(
@@ -261,6 +296,9 @@ class App:
         after: Iterable[str] = (),
         once: bool = False,
         shutdown: float = 5.0,
+        uses: Iterable[str] | None = None,
+        runs: Iterable[str] = (),
+        kind: str = "component",
     ) -> Any:
         """Add a coroutine function as a part: it is restarted when it fails, and stopped in order.
 
@@ -269,13 +307,25 @@ class App:
         :param once: whether the component is ready when the function has returned, and not when it
             has begun: for a migration that other parts come after.
         :param shutdown: the seconds that the function may take to end after it is cancelled.
+        :param uses: the parts that it calls, if they are others than `after`: while one of them is
+            down, the component waits for it.
+        :param runs: the servers that it runs, as "host:port": parts that use them depend on it.
+        :param kind: what the page calls it, such as "importer".
         """
+        servers = tuple(runs)
 
         def add(run: Run) -> Run:
             entry = self._entry(name or _name_of(run), required, after)
+            if uses is not None:
+                entry = replace(entry, uses=self._known(entry.name, "uses", uses))
             _check_async(entry.name, run)
             assumed: Judgement = ("starting", "it runs") if once else ("active", "")
-            self._add(component_part(entry, run, assumed=assumed, shutdown=shutdown))
+            more = {"runs": servers, "kind": kind, "server": kind}
+            given = {**more, "once": once, "shutdown": shutdown, "uses": entry.uses}
+            self._add(
+                component_part(entry, run, assumed=assumed, shutdown=shutdown, **more),
+                lambda: parameters_of(App.component, given),
+            )
             return run
 
         return add if run is None else add(run)
@@ -318,6 +368,16 @@ class App:
             instead by default: an app can serve requests while a transaction waits.
         """
         outbox = isinstance(source, Outbox)
+        given = {
+            "source": source,
+            "tables": tables,
+            "channels": channels,
+            "tenant": tenant,
+            "on_poison": on_poison,
+            "tries": tries,
+            "max_parked": max_parked,
+            "required": required,
+        }
         refuse(
             f"the consumer {consumer!r}",
             unmet(
@@ -350,7 +410,10 @@ class App:
             else:
                 consumed = TransactionsOfStream(source, consumer, tables)
             park = OnPoison(tries, max_parked) if on_poison == "park" else None
-            self._add(consumer_part(entry, consumed, handle, park))
+            self._add(
+                consumer_part(entry, consumed, handle, park),
+                lambda: parameters_of(App.consumer, given),
+            )
             return handle
 
         return add
@@ -363,16 +426,19 @@ class App:
         return self._outboxes.setdefault(outbox, SharedOutbox(outbox))
 
     def _entry(self, name: str, required: bool, after: Iterable[str]) -> PartEntry:
-        after = (after,) if isinstance(after, str) else tuple(after)
-        unknown = [each for each in after if each not in self._parts]
+        return PartEntry(name, required, self._known(name, "after", after))
+
+    def _known(self, name: str, option: str, parts: Iterable[str]) -> tuple[str, ...]:
+        parts = (parts,) if isinstance(parts, str) else tuple(parts)
+        unknown = [each for each in parts if each not in self._parts]
         if unknown:
             raise AppError(
-                f"{name}: after={unknown[0]!r} names no part that was added before it; those are: "
-                f"{', '.join(self._parts) or 'none'}"
+                f"{name}: {option}={unknown[0]!r} names no part that was added before it; those "
+                f"are: {', '.join(self._parts) or 'none'}"
             )
-        return PartEntry(name, required, after)
+        return parts
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: Part, settings: Callable[[], Iterable[Declared]] | None = None) -> None:
         if self._service is not None:
             raise AppError(f"{part.name} cannot be added: the app {self.name} has been started")
         if part.name in {*self._parts, *TAKEN} or not part.name or "/" in part.name:
@@ -386,7 +452,7 @@ class App:
                     f"{part.name} would serve {path} too: leave out authenticate= and mount a "
                     "BrokerApp elsewhere"
                 )
-        self._parts[part.name] = part
+        self._parts[part.name] = part if settings is None else replace(part, settings=settings)
 
     # -- running -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import Recorder, Tasks, Tree
+from moored.kernel import Clock, Link, Recorder, Tasks, Tree
 from moored.rpc import AsyncConnectionManager, AsyncHandler, ChannelError
 from moored.rpc._open import config_of
 from moored.rpc.prometheus import RpcCollector
@@ -30,6 +30,8 @@ class AppChannel(grpc.aio.Channel):  # type: ignore[misc]
     def __init__(self, target: str, tls: bool, options: dict[str, Any]) -> None:
         self.config = config_of(target, tls, options)
         self._live: grpc.aio.Channel | None = None
+        #: Calls so far.
+        self.calls = 0
 
     @property
     def live(self) -> grpc.aio.Channel:
@@ -45,6 +47,7 @@ class AppChannel(grpc.aio.Channel):  # type: ignore[misc]
 
         def call(*args: Any, **options: Any) -> Any:
             nonlocal made
+            self.calls += 1
             if made is None or made[0] is not self._live:
                 made = self.live, getattr(self.live, kind)(*given, **named)
             return made[1](*args, **options)
@@ -108,7 +111,7 @@ def channel_part(entry: PartEntry, channel: AppChannel, recorder: Recorder) -> P
 
     def connection() -> dict[str, Any]:
         found = [] if manager is None else manager.get_stats()["connections"]
-        return found[0] if found else {}
+        return {**(found[0] if found else {}), "calls": channel.calls}
 
     def tree() -> Tree:
         return Tree("rpc", "stopped", 0.0) if manager is None else manager.tree()
@@ -128,6 +131,20 @@ def channel_part(entry: PartEntry, channel: AppChannel, recorder: Recorder) -> P
                 collector.remove(manager)
                 await watching.cancel()
 
+    heard_at: float | None = None
+
+    def links() -> list[Link]:
+        nonlocal heard_at
+        if channel._live is None:
+            return []
+        state = channel.get_state()
+        if state is READY:
+            heard_at = Clock.current().monotonic()
+        idle = state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.SHUTDOWN)
+        lost = state is not READY and not idle and heard_at is not None
+        up = True if state is READY else False if lost else None
+        return [Link(address, up, heard_at, "the connection is lost" * lost, kind="gRPC server")]
+
     def judge() -> Judgement:
         if channel.get_state() is READY:
             return "active", f"connected to {connection()['address']}"
@@ -137,7 +154,16 @@ def channel_part(entry: PartEntry, channel: AppChannel, recorder: Recorder) -> P
         entry,
         "channel",
         running,
-        Shown(connection, lambda: recorder.explain(f"rpc.{address}"), tree),
+        Shown(
+            connection,
+            lambda: recorder.explain(f"rpc.{address}"),
+            tree,
+            links=links,
+            fact=lambda: "connected",
+        ),
         judge,
         collector=lambda: collector,
+        kind="channel",
+        ties=[address],
+        server="gRPC server",
     )

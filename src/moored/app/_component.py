@@ -95,6 +95,7 @@ class ComponentContext:
         explain: Callable[[], str] | None = None,
         *,
         costs: Callable[[], Mapping[str, int]] = dict,
+        fact: Callable[[], str] = str,
     ) -> None:
         """Show statistics in the status, and an explanation, while the component runs.
 
@@ -102,8 +103,9 @@ class ComponentContext:
             health of the component.
         :param costs: counts what failures have cost, by name, such as "calls failed"; the page
             shows how many were added in an outage.
+        :param fact: returns what the map says of the component while it works, in a few words.
         """
-        shown = Shown(statistics, explain or str, costs=costs)
+        shown = Shown(statistics, explain or str, costs=costs, fact=fact)
         self._stack.enter_context(listed(self._wiring, self.path, shown))
 
     def __repr__(self) -> str:
@@ -111,11 +113,12 @@ class ComponentContext:
 
 
 def component_part(
-    entry: PartEntry, run: Run, *, assumed: Judgement | None, shutdown: float
+    entry: PartEntry, run: Run, *, assumed: Judgement | None, shutdown: float, **more: Any
 ) -> Part:
     """Return a part that runs a coroutine of the user's.
 
     :param assumed: its health once it runs, unless it reports its own; None if it always does.
+    :param more: further fields of `Part`.
     """
 
     def build(wiring: Wiring) -> Sequence[Child]:
@@ -135,4 +138,4 @@ def component_part(
         child = Child("run", supervised, backoff=RETRY, restart="transient", shutdown=shutdown)
         return [child]
 
-    return entry.part(build)
+    return entry.part(build, **more)

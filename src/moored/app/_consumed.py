@@ -27,6 +27,9 @@ __all__ = ["Consumed", "EventsOfOutbox", "Item", "TransactionsOfStream"]
 
 Item = Transaction | OutboxEvent
 
+#: Transactions that a consumer may have in hand without being behind.
+IN_HAND = 2
+
 
 class Consumed(Protocol):
     """The source of a consumer's items."""
@@ -62,6 +65,10 @@ class Consumed(Protocol):
     @property
     def delayed(self) -> str:
         """Why items come late; empty if they do not."""
+
+    @property
+    def behind(self) -> str:
+        """What it has not handled yet; empty if it has caught up."""
 
     def explain(self) -> Iterator[str]:
         """Yield what the consumer waits for."""
@@ -114,9 +121,13 @@ class TransactionsOfStream:
     def parking(self) -> Parking[Any]:
         return Parking.of(self._pg, self._consumer)
 
+    @property
+    def behind(self) -> str:
+        number = 0 if self._changes is None else self._changes.outstanding
+        return f"{counted(number, 'transaction')} to handle" if number > IN_HAND else ""
+
     def explain(self) -> Iterator[str]:
-        now = self._pg.statistics()["consumers"].get(self._consumer, {})
-        if number := now.get("outstanding"):
+        if self._changes is not None and (number := self._changes.outstanding):
             yield f"{counted(number, 'received transaction')} to acknowledge"
         if self.delayed:
             yield self.delayed
@@ -173,14 +184,17 @@ class EventsOfOutbox:
     def delayed(self) -> str:
         return self._outbox.delayed
 
-    def explain(self) -> Iterator[str]:
-        if (found := self._outbox.last_status) is None:
-            return
-        yield from (
-            f"it is {duration(each.lag)} behind"
-            for each in found.consumers
-            if each.name == self._consumer and each.lag
+    @property
+    def behind(self) -> str:
+        found = self._outbox.last_status
+        lags = (
+            (each.lag for each in found.consumers if each.name == self._consumer) if found else ()
         )
+        return next((f"{duration(lag)} behind" for lag in lags if lag), "")
+
+    def explain(self) -> Iterator[str]:
+        if self.behind:
+            yield f"it is {self.behind}"
 
     def children(self, entry: PartEntry, wiring: Wiring) -> Sequence[Child]:
         return [self._shared.child(entry, wiring)]

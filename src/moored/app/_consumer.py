@@ -65,7 +65,7 @@ class _Consumer(Collector):
 
     async def run(self, ctx: ComponentContext) -> None:
         """Give each item to the function, and report when the consumer is ready."""
-        ctx.show(self._statistics, self._explain)
+        ctx.show(self._statistics, self._explain, fact=lambda: self._source.behind or "caught up")
         self._reported = None
         self._report(ctx)  # first, because the items may be here already
         try:
@@ -266,7 +266,7 @@ def consumer_part(
     when the function has handled the same item, or the item is parked.
     """
     consumer = _Consumer(entry.name, source, handle, on_poison)
-    part = component_part(entry, consumer.run, assumed=None, shutdown=30.0)
+    part = component_part(entry, consumer.run, assumed=None, shutdown=30.0, kind="consumer")
 
     def build(wiring: Wiring) -> Sequence[Child]:
         wiring.collectors.append(consumer)

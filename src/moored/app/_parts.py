@@ -11,7 +11,7 @@ from typing import Any
 
 from prometheus_client.registry import Collector
 
-from moored.kernel import Backoff, Child, Context, Tree, describe
+from moored.kernel import Backoff, Callers, Child, Context, Link, Tree, describe
 from moored.service import READY_STATES, Part, ServiceError, Status, System, Wiring
 
 __all__ = ["RETRY", "STOP_TIMEOUT", "Judgement", "PartEntry", "Shown", "listed", "system_part"]
@@ -38,6 +38,12 @@ class Shown:
     tree: Callable[[], Tree] = field(default=lambda: Tree("", "running", 0.0))
     #: What failures have cost callers so far, by name.
     costs: Callable[[], Mapping[str, int]] = dict
+    #: What is known about its connections to servers.
+    links: Callable[[], Sequence[Link]] = tuple
+    #: The callers that wait for it.
+    hanging: Callable[[], Callers] = Callers
+    #: What is shown while it works, in a few words; empty for the reason of its health.
+    fact: Callable[[], str] = str
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,8 @@ class PartEntry:
     required: bool = True
     #: The parts that must be ready before this one starts.
     after: tuple[str, ...] = ()
+    #: The parts that this one depends on, if they are others than `after`.
+    uses: tuple[str, ...] | None = None
 
     @property
     def condition(self) -> str:
@@ -65,7 +73,7 @@ class PartEntry:
             strategy="one_for_one",
             intensity=None,
             required=self.required,
-            ties={*self.after, *ties},
+            ties={*(self.after if self.uses is None else self.uses), *ties},
             **more,
         )
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from moored.broker import Broker, BrokerApp
 from moored.broker.postgres import OutboxEvents
@@ -17,6 +18,7 @@ from moored.kernel import Child, Clock, Context, Tree, counted, describe, durati
 from moored.leases import Leases
 from moored.leases.prometheus import LeasesCollector
 from moored.postgres import Outbox, Postgres
+from moored.postgres.report import server_of
 from moored.reservoir import AsyncConnectionPool, Statistics
 from moored.reservoir.prometheus import ReservoirCollector
 from moored.service import (
@@ -27,7 +29,6 @@ from moored.service import (
     Wiring,
     broker_health,
     cost_words,
-    place_of,
 )
 from moored.sessions import LastLoss, Sessions
 from moored.sessions.prometheus import SessionsCollector
@@ -51,8 +52,8 @@ __all__ = [
 ]
 
 
-def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
-    """Return a part that keeps a pool open."""
+def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any], what: str) -> Part:
+    """Return a part that keeps a pool of connections to a server, such as "PostgreSQL", open."""
     reservoir = pool.reservoir
 
     def judge() -> Judgement:
@@ -79,10 +80,18 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
         now = pool.statistics()
         return {"callers waited": now.queued, "checkouts failed": now.timeouts + now.refused}
 
+    def fact() -> str:
+        now = pool.statistics()
+        return f"{now.in_use} of {now.max_size} in use"
+
+    server = _server_of(reservoir.place, libpq=reservoir.recipe.libpq)
     shown = Shown(
         numbers,
         lambda: f"{reservoir.describe()}\n  because  {reservoir.whereabouts()}",
         costs=costs,
+        links=lambda: [reservoir.link(server)],
+        hanging=lambda: reservoir.hanging,
+        fact=fact,
     )
     return system_part(
         entry,
@@ -91,13 +100,16 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any]) -> Part:
         shown,
         judge,
         collector=lambda: ReservoirCollector(pool),
-        ties=[_server_of(reservoir.place)],
+        kind="pool",
+        ties=[server],
+        server=what,
     )
 
 
-def _server_of(place: str) -> str:
-    """Return the server of a place: "db:5432" of "db:5432/orders"."""
-    return place.partition("/")[0]
+def _server_of(place: str, *, libpq: bool) -> str:
+    """Return the server of a place: "db:5432" of "db/orders"."""
+    host = place.rpartition("/")[0] or place
+    return f"{host}:5432" if libpq and ":" not in host else host
 
 
 def _waits(now: Statistics, place: str) -> str:
@@ -112,7 +124,7 @@ def _waits(now: Statistics, place: str) -> str:
     return "; ".join(found)
 
 
-def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
+def sessions_part(entry: PartEntry, sessions: Sessions, *, server: str | None) -> Part:
     """Return a part that keeps the sessions of all accounts."""
 
     few_since: float | None = None
@@ -160,7 +172,13 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
             lines.append(f"  cost     {cost_words(cost)}, since the start")
         return "\n".join(lines)
 
-    shown = Shown(lambda: {"states": states(), "totals": sessions.totals()}, explain, tree, costs)
+    def fact() -> str:
+        return f"{states()['online']} of {len(sessions)} online"
+
+    def numbers() -> dict[str, Any]:
+        return {"states": states(), "totals": sessions.totals()}
+
+    shown = Shown(numbers, explain, tree, costs, fact=fact)
     return system_part(
         entry,
         "sessions",
@@ -168,6 +186,9 @@ def sessions_part(entry: PartEntry, sessions: Sessions) -> Part:
         shown,
         judge,
         collector=lambda: SessionsCollector(sessions),
+        kind="sessions",
+        ties=[] if server is None else [server],
+        server="chat server",
         mounts={f"{SESSIONS_PATH}/{entry.name}": sessions_routes(sessions)},
     )
 
@@ -189,7 +210,7 @@ def _described(losses: Sequence[LastLoss], now: float) -> Iterator[str]:
         )
 
 
-def leases_part(entry: PartEntry, leases: Leases) -> Part:
+def leases_part(entry: PartEntry, leases: Leases, url: str) -> Part:
     """Return a part that keeps a client of a lease store open."""
 
     def judge() -> Judgement:
@@ -206,7 +227,20 @@ def leases_part(entry: PartEntry, leases: Leases) -> Part:
         Shown(lambda: leases.statistics()._asdict()),
         judge,
         collector=lambda: LeasesCollector(leases),
+        kind="leases",
+        ties=_store_of(url),
+        server="lease store",
     )
+
+
+def _store_of(url: str) -> list[str]:
+    """Return the server of a lease store; a store in memory has none."""
+    found = urlsplit(url)
+    if found.scheme.startswith("postgres"):
+        return [server_of(url)]
+    if found.scheme == "dynamodb":
+        return ["DynamoDB"]
+    return [f"{found.hostname}:{found.port or 6379}"] if found.scheme.startswith("redis") else []
 
 
 def event_source(source: Any) -> Any:
@@ -243,6 +277,7 @@ def broker_part(
         Shown(broker.status, tree=broker.tree),
         lambda: broker_health(broker),
         collector=lambda: BrokerCollector(broker),
+        kind="broker",
         early=True,
         beside=None if outbox is None else outbox.child,
         before_stop=lambda: broker.drain(over=DRAIN),
@@ -269,4 +304,6 @@ def postgres_part(entry: PartEntry, pg: Postgres) -> Part:
 
         return [Child("manager", run, backoff=RETRY, shutdown=STOP_TIMEOUT)]
 
-    return entry.part(build, ties=[_server_of(place_of(pg.settings.replication_url))])
+    urls = pg.settings.database_url, pg.settings.replication_url, pg.notify_url
+    ties = [server_of(url) for url in urls if url]
+    return entry.part(build, ties, kind="stream", server="PostgreSQL")

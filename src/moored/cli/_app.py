@@ -230,7 +230,8 @@ def explain(
         since = 0.0 if last is None else time.time() - _seconds(last)
         found = _show.outages_since(state, since)
         # A part that has never worked has no outage: the sentence says so.
-        lines = list(_show.outages(found)) or [Text("  no part has stopped working")]
+        now = state["started_at"] + state["uptime"]
+        lines = list(_show.outages(found, now)) or [Text("  no part has stopped working")]
         _show.show(found, as_json, lambda out: out.print(Group(Text(state["sentence"]), *lines)))
         return 0
     if last is not None:

@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
-from datetime import UTC, datetime
 from typing import Any
 
 import typer
@@ -16,13 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 from moored.kernel import Tree, duration
-from moored.service import Setting, cost_words
+from moored.service import Setting, clock_time, span
 
 __all__ = ["outages", "show_config", "show_explanation", "status", "tree", "tree_of"]
 
 #: Columns of a table that is not printed on a terminal.
 PIPED = 1000
+#: How the head of the status says a state.
+_HEADS = {"works": "works", "standby": "stands by"}
 _STYLES = {
+    "works": "bold green",
+    "standby": "bold green",
+    "down": "bold red",
     "running": "green",
     "active": "bold green",
     "sleeping": "bold green",
@@ -57,12 +61,16 @@ def table(*titles: str) -> Table:
 
 def status(state: Mapping[str, Any], url: str) -> Group:
     """Return the status in one line, then the conditions, the machines and the tree."""
-    head = Text(f"moored {state['version']} at {url} is ")
-    head.append(state["status"], _STYLES.get(state["status"], ""))
+    answer = state.get("answer", {})
+    word = answer.get("state", state["status"])
+    verb, _, word = _HEADS.get(word, f"is {word}").rpartition(" ")
+    head = Text(" ".join(filter(None, (f"moored {state['version']} at {url}", verb))) + " ")
+    head.append(word, _STYLES.get(answer.get("state", state["status"]), ""))
     head.append(f", up {duration(state['uptime'])}, pid {state['pid']}")
     parts: list[RenderableType] = [head]
     if sentence := state.get("sentence"):
         parts.append(Text(sentence))
+    parts += [Text(f"  {label:<8} {words}") for label, words in answer.get("lines", ())]
     parts += [Text(), _conditions(state["conditions"])]
     for machine in state["machines"]:
         at = f"{machine['doing']} for {duration(machine['for'])}"
@@ -71,38 +79,33 @@ def status(state: Mapping[str, Any], url: str) -> Group:
         if kind == "manager":
             broken = state[name].get("error")
             parts.append(Text(f"     {broken}") if broken else _stream(state[name]))
-    parts += [*outages(state.get("outages", ())), Text(), tree(state["tree"])]
+    now = state["started_at"] + state["uptime"]
+    parts += [*outages(state.get("outages", ()), now), Text(), tree(state["tree"])]
     return Group(*parts)
 
 
 def outages_since(state: Mapping[str, Any], since: float) -> list[dict[str, Any]]:
     """Return what was still wrong at a wall-clock time, or went wrong later."""
-    return [
-        each
-        for each in state["outages"]
-        if each["lasted"] is None or each["wall"] + each["lasted"] >= since
-    ]
+    return [each for each in state["outages"] if each["ended"] is None or each["ended"] >= since]
 
 
-def outages(found: Iterable[Mapping[str, Any]]) -> Iterator[Text]:
-    """Yield what went wrong: when, for how long, and why."""
+def outages(found: Iterable[Mapping[str, Any]], now: float) -> Iterator[Text]:
+    """Yield what went wrong: what, when, for how long, why, who waited, and what it cost.
+
+    :param now: the time of the service.
+    """
     for each in found:
-        lasted = each["lasted"]
-        time = f"{datetime.fromtimestamp(each['wall'], tz=UTC).astimezone():%H:%M:%S}"
-        degraded = set(each["parts"].values()) == {"degraded"}
-        verb = ("were" if len(each["parts"]) > 1 else "was") if degraded else "did"
-        how = f"{verb} {'degraded' if degraded else 'not work'} from {time} on"
-        how_long = f"for {duration(lasted)}" if lasted is not None else "until now"
-        lasted_of = each.get("lasted_of", {})
-        if len(set(lasted_of.values())) > 1 and lasted is not None:
-            how_long += ", until all worked again"
-            parts = [f"{part} ({duration(one)})" for part, one in lasted_of.items()]
-        else:
-            parts = list(each["parts"])
-        yield Text(f"  {', '.join(parts)} {how}, {how_long}")
-        yield from (Text(f"    because  {cause}") for cause in each["because"])
+        begin, ended = each["sign_of_life"], each["ended"]
+        lasted = span((now if ended is None else ended) - begin)
+        until = "until now" if ended is None else f"until {clock_time(ended)}"
+        number = f"  {each['id']:<3} {clock_time(begin)}  "
+        yield Text(f"{number}{each['what']}, for {lasted}, {until}")
+        if each["why"]:
+            yield Text(f"    because  {each['why']}")
+        if others := [part for part in each["parts"] if part != each["root"]]:
+            yield Text(f"    with it  {', '.join(others)}")
         if each["cost"]:
-            yield Text(f"    cost     {cost_words(each['cost'])}")
+            yield Text(f"    cost     {each['cost_words']}")
 
 
 def tree(data: Mapping[str, Any]) -> Group:
@@ -163,15 +166,10 @@ def _stream(now: Mapping[str, Any]) -> Table:
             f"waits for backend {blocker['pid']}, open for {duration(blocker['age'])}"
             + (f": {blocker['query']}" if blocker["query"] else ""),
         )
-    if now["flushed"] is not None:
-        row(
-            "positions",
-            f"received {now['received']}, flushed {now['flushed']}, last seen " + now["last_seen"],
-        )
     if now["lag"] is not None:
-        row("lag", f"{decimal(now['lag']['bytes'])}, {duration(now['lag']['seconds'])}")
+        row("stream", f"{decimal(now['lag']['bytes'])} behind, {duration(now['lag']['seconds'])}")
     if now["slot"]["retained"] is not None:
-        row("slot", f"{now['slot']['name']} retains {decimal(now['slot']['retained'])} of WAL")
+        row("log", f"{decimal(now['slot']['retained'])} kept on the server")
     for role, pool in now["pools"].items():
         row(
             f"{role} pool",
@@ -181,8 +179,8 @@ def _stream(now: Mapping[str, Any]) -> Table:
     for name, consumer in now["consumers"].items():
         row(
             f"consumer {name}",
-            f"{'attached' if consumer['attached'] else 'detached'}, acknowledged "
-            f"{consumer['acknowledged'] or 'nothing yet'}, {consumer['outstanding']} outstanding",
+            ("" if consumer["attached"] else "not attached, ")
+            + (f"{consumer['outstanding']} to handle" if consumer["outstanding"] else "caught up"),
         )
     return table
 

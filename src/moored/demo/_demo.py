@@ -82,7 +82,9 @@ class DemoApp:
     def __init__(self, directory: Path) -> None:
         self.app = app = App("demo")
         self._server = server = PostgresServer(directory)
-        app.component(name="server", shutdown=60.0)(server.run)
+        app.component(name="server", shutdown=60.0, runs=server.addresses, kind="PostgreSQL")(
+            server.run
+        )
         after = ["server"]
         self._db = app.pool(
             server.url,
@@ -105,13 +107,18 @@ class DemoApp:
         self._echo = EchoProcess() if find_spec("grpc") else None
         grpc = None
         if self._echo is not None:
-            app.component(name="grpc-server")(self._echo.run)
+            runs = [self._echo.target]
+            app.component(name="grpc-server", runs=runs, kind="gRPC server")(self._echo.run)
             grpc = app.channel(self._echo.target, name="grpc")
         self._chat = ChatServer(history=1000)
-        sessions = app.sessions(name="chat", backoff=Backoff(0.5, 5.0, jitter="full"))
+        sessions = app.sessions(
+            name="chat", server="chat-server", backoff=Backoff(0.5, 5.0, jitter="full")
+        )
         self.load = Load(self._db, pg, live, grpc, sessions, self._chat)
         app.consumer(pg, "search", tables=["orders"], name="search", after=after)(self.load.index)
-        app.component(name="load", after=["db", "postgres", "live", "chat"])(self.load.run)
+        after = ["db", "postgres", "live", "chat"]
+        uses = ["db", "chat"] if grpc is None else ["db", "grpc", "chat"]
+        app.component(name="load", after=after, uses=uses, kind="demo traffic")(self.load.run)
         self._discards = Discards(self._db)
         faults = {each.name: each for each in self._faults()}
         self.faults = Faults(faults, self.load.served_since)
@@ -125,7 +132,7 @@ class DemoApp:
     def _faults(self) -> Iterator[DemoFault]:
         yield DemoFault(
             "kill-backends",
-            "Kill backends",
+            "End its connections",
             "Terminates the backend of the change stream, and one of the pool.",
             self._kill_backends,
             self._discards.noticed,
@@ -133,13 +140,13 @@ class DemoApp:
         )
         yield DemoFault(
             "restart-postgres",
-            "Restart Postgres",
+            "Restart PostgreSQL",
             "Shuts the server down. Its supervisor starts it again.",
             self._server.shut_down,
         )
         yield DemoFault(
             "black-hole",
-            "Black-hole the direct path",
+            "Silence the direct path",
             "Change stream and listener lose every byte, without an error, until both notice it.",
             self._server.proxy.black_hole,
             may_end=self._direct_path_is_down,
@@ -147,7 +154,7 @@ class DemoApp:
         )
         yield DemoFault(
             "expire-pool",
-            "Expire the pool",
+            "Expire all connections",
             "Every connection of the pool expires at once.",
             self._expire_pool,
             self._discards.noticed,

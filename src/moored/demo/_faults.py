@@ -1,4 +1,4 @@
-"""The faults of the demo, and how a recovery from one is measured."""
+"""The faults of the demo, and the recovery from each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from moored.kernel import Context, Event, Tasks, awaited
-from moored.service import Wiring, costs_of
+from moored.service import Wiring, cost_words, costs_of, span
 
 __all__ = ["DemoFault", "Faults", "Recovery"]
 
@@ -53,7 +53,11 @@ class DemoFault:
 
 @dataclass
 class Recovery:
-    """The measured recovery from one fault; times are in seconds after the fault was struck."""
+    """The recovery from one fault.
+
+    Its length is that of the outage, from the last sign of life on. If there was no outage, because
+    every part worked all the time, it is measured from the press.
+    """
 
     fault: str
     title: str
@@ -63,6 +67,22 @@ class Recovery:
     healthy_after: float | None = None
     failed: str = ""
     cost: dict[str, int] = field(default_factory=dict)
+    #: The number of the outage; None without one.
+    outage: int | None = None
+
+    @property
+    def lines(self) -> list[str]:
+        """The story of it, in at most three lines."""
+        found = [f"0 s {self.title}: done."]
+        if self.noticed_after is not None:
+            ms = f"{1000 * self.noticed_after:.0f} ms"
+            after = ms if self.noticed_after < 1 else span(self.noticed_after)
+            found.append(f"{after} Moored noticed: {self.noticed}.")
+        if self.healthy_after is not None:
+            cost = cost_words({k: n for k, n in self.cost.items() if n}) or "nothing failed"
+            what = "No outage: every part worked on" if self.outage is None else "All work again"
+            found.append(f"{span(self.healthy_after)} {what}; {cost}.")
+        return found + ([self.failed] if self.failed else [])
 
 
 class Faults:
@@ -83,6 +103,9 @@ class Faults:
 
     def statistics(self) -> dict[str, Any]:
         """Return the buttons, and the recoveries, the newest first."""
+        for each in self._recoveries:
+            if each.outage is not None and (known := self._outage(each.outage)) is not None:
+                each.healthy_after, each.cost = known["lasted"], known["cost"]
         return {
             "faults": [
                 {"name": each.name, "title": each.title, "text": each.text}
@@ -90,7 +113,14 @@ class Faults:
             ],
             "running": self.running,
             "recoveries": [asdict(each) for each in reversed(self._recoveries)],
+            "lines": self._recoveries[-1].lines if self._recoveries else [],
+            "last": {each.fault: each.healthy_after for each in self._recoveries},
         }
+
+    def _outage(self, number: int) -> dict[str, Any] | None:
+        """Return an outage that is still kept: trouble that returns at once makes it longer."""
+        assert self._wiring.truth is not None
+        return next((i for i in self._wiring.truth.incidents() if i["id"] == number), None)
 
     @property
     def running(self) -> str | None:
@@ -121,7 +151,8 @@ class Faults:
             self._failure = event
 
     async def _measure(self, ctx: Context, fault: DemoFault, recovery: Recovery) -> None:
-        clock, systems = self._wiring.clock, self._wiring.systems
+        clock, systems, truth = self._wiring.clock, self._wiring.systems, self._wiring.truth
+        assert truth is not None
         before = costs_of(systems.values())
         cause = ctx.record(f"pressed: {fault.title}")
         try:
@@ -129,6 +160,7 @@ class Faults:
                 # Otherwise the recovery from an earlier failure would be measured.
                 await _until(lambda: self._wiring.monitor.status() == "active")
                 self._failure, pressed = None, clock.monotonic()
+                truth.strikes(fault.name)
                 await awaited(fault.strike())
                 recovery.noticed, noticed_at = await _until(lambda: self._notice(fault))
                 recovery.noticed_after = noticed_at - pressed
@@ -140,11 +172,16 @@ class Faults:
                         self._wiring.monitor.status() == "active"
                         and fault.healed()
                         and self._served_since(noticed_at)
+                        and not truth.is_broken
                     )
                 )
-                recovery.healthy_after = clock.monotonic() - pressed
-                text = "the load is served again from end to end, and every part is active"
-                ctx.record(f"{text}, {recovery.healthy_after:.2f} s after the press", cause=cause)
+                measured = clock.monotonic() - pressed
+                outage = truth.incident_by(fault.name, pressed)
+                if outage is not None:
+                    recovery.outage, recovery.cost = outage["id"], outage["cost"]
+                recovery.healthy_after = measured if outage is None else outage["lasted"]
+                text = "the load is served again from end to end, and every part works"
+                ctx.record(f"{text}: {recovery.lines[-1]}", cause=cause)
         except Exception as error:
             fault.end()
             recovery.failed = f"not healthy after {LIMIT:g} s"
@@ -152,7 +189,9 @@ class Faults:
                 recovery.failed = f"the fault could not be struck: {error}"
             ctx.record(recovery.failed, kind="failure", cause=cause)
         finally:
-            recovery.cost = dict(costs_of(systems.values()) - before)
+            truth.strikes(None)
+            if recovery.outage is None:
+                recovery.cost = dict(costs_of(systems.values()) - before)
 
     def _notice(self, fault: DemoFault) -> tuple[str, float] | None:
         """Return the first sign of the fault, and when it was seen."""

@@ -54,7 +54,7 @@ def faults_part(faults: Faults, notices: Sequence[str] = ()) -> Part:
         return [Child(KIND, run)]
 
     routes = [Route("/{name}", press, methods=["POST"])]
-    return Part(NAME, build, mounts={ROUTE: Starlette(routes=routes)})
+    return Part(NAME, build, mounts={ROUTE: Starlette(routes=routes)}, shown=False)
 
 
 class _ShownFaults:

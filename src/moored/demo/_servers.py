@@ -66,6 +66,8 @@ class PostgresServer:
         self._port, direct = ReservedPort(), ReservedPort()
         self.proxy = FaultProxy(HOST, self._port.number, listen_port=direct.number)
         self.reserved = self._port, direct
+        #: Where it listens, and where its proxy does.
+        self.addresses = [f"{HOST}:{port.number}" for port in self.reserved]
         login = f"postgresql://postgres:{self._password}@{HOST}"
         self.url = f"{login}:{self._port.number}/postgres"
         self.direct_url = f"{login}:{direct.number}/postgres"

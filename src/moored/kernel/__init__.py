@@ -40,6 +40,7 @@ from ._flight import SingleFlight
 from ._frames import forget_frames
 from ._generation import Generation
 from ._keyed import KeyedStatistics, KeyedWorkers
+from ._link import Callers, Link
 from ._loop_thread import LoopThread
 from ._machine import Machine, Move
 from ._recorder import Event, Recorder, RecorderStatistics
@@ -73,8 +74,10 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "Registry",
     "Via",
     # State
+    "Callers",
     "Chart",
     "Condition",
+    "Link",
     "Machine",
     "Move",
     "State",

@@ -11,7 +11,18 @@ from typing import Any, Literal, Self, overload
 
 import psycopg
 
-from moored.kernel import SECRETS, Clock, Deadline, Recorder, Supervisor, Tasks, Tree, refuse
+from moored.kernel import (
+    SECRETS,
+    Callers,
+    Clock,
+    Deadline,
+    Link,
+    Recorder,
+    Supervisor,
+    Tasks,
+    Tree,
+    refuse,
+)
 from moored.reservoir import PoolClosed
 
 from ._errors import ConfigurationError, PostgresError
@@ -21,7 +32,18 @@ from .consume import Changes, SchemaChanged, mistakes, stored
 from .listen import Listener
 from .manage import Restarter, Role, Stack
 from .outbox import Outbox, OutboxPool
-from .report import CONDITIONS, Health, StackEvent, Status, explain, report, who, with_health
+from .report import (
+    CONDITIONS,
+    Health,
+    StackEvent,
+    Status,
+    explain,
+    links,
+    report,
+    stream_fact,
+    who,
+    with_health,
+)
 from .snapshot import Copies, CopyPosition, Follow, Snapshot
 
 __all__ = ["Postgres", "StackEvent"]
@@ -556,6 +578,19 @@ class Postgres:
             },
             "copies": self._copies.progress(),
         }
+
+    def links(self) -> list[Link]:
+        """Return what is known about the connections to each server."""
+        return links(self._stack, self._restarter.manager, self.listener, self.notify_url)
+
+    def fact(self) -> str:
+        """Return in a few words how far the stream is behind; empty while it does not run."""
+        return stream_fact(self._stack, self._restarter.manager)
+
+    def hanging(self) -> Callers:
+        """Return how many callers of `connection()` wait, for a connection or for an answer."""
+        pool = self._restarter.manager.pools.get(Role.SNAPSHOT) if self.is_open else None
+        return Callers() if pool is None else pool.pool.reservoir.hanging
 
     def explain(self) -> str:
         """Return as text what the manager is doing, what it waits for, and what to do about it."""

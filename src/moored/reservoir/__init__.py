@@ -34,7 +34,7 @@ from ._pool_async import AsyncConnectionPool
 from ._pool_threads import ConnectionPool
 from ._reservoir import Reservoir
 from ._retry import retry_transaction
-from ._statistics import Statistics
+from ._statistics import BUCKETS, Statistics
 from ._tokens import CachedTokens, Token, TokenProvider
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -45,6 +45,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "NullConnectionPool",
     "Reservoir",
     "ReservoirConfig",
+    "BUCKETS",
     "Statistics",
     "retry_transaction",
     # Passwords that expire

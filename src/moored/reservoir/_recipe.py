@@ -63,6 +63,11 @@ class Recipe:
         options = self.kwargs if isinstance(self.kwargs, Mapping) else {}
         return _place_of(self.conninfo, options)
 
+    @property
+    def libpq(self) -> bool:
+        """Whether the driver takes the parameters of libpq: the server is a PostgreSQL."""
+        return isinstance(self.driver, PsycopgDriver | AsyncpgDriver)
+
     def _use(self, driver: Driver) -> None:
         wanted = "asyncio" if self.asynchronous else "threads"
         if driver.kind not in (wanted, "any"):
@@ -79,8 +84,7 @@ class Recipe:
         if self.address is not None:
             return Destination(self.address)
         text, options = self._first = await self._parameters()
-        libpq = isinstance(self.driver, PsycopgDriver | AsyncpgDriver)
-        return _endpoint_of(text, options, libpq=libpq) or Destination(self.name)
+        return _endpoint_of(text, options, libpq=self.libpq) or Destination(self.name)
 
     async def connect_in_time(
         self, token: str | None, close: Callable[[Any], Awaitable[None]]

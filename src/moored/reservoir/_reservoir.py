@@ -19,7 +19,9 @@ from types import MappingProxyType
 from typing import Any, Generic, Self
 
 from moored.kernel import (
+    Callers,
     Clock,
+    Link,
     LoopThread,
     Recorder,
     at_fork,
@@ -449,6 +451,26 @@ class Reservoir(Generic[C]):
     def place(self) -> str:
         """The server and database for display; the reservoir's name if they are unknown."""
         return self.recipe.place or self.name
+
+    def link(self, server: str, *, of: str = "", vital: bool = True) -> Link:
+        """Return what is known about the connections to the server at this address."""
+        upkeep, why, refused = self.upkeep, "", False
+        up: bool | None = bool(self.core.items) or None
+        silent = bool(upkeep.watch.silent_for)
+        if silent:
+            up, why = False, "no answer arrives on open connections"
+        elif not up and (error := upkeep.attempts.error) is not None:
+            up, why = False, describe(error)
+            # The server's own words. While it starts or stops, it does not serve.
+            refused = "FATAL:" in why and "the database system is" not in why
+        heard_at = upkeep.watch.heard_at
+        kind = "PostgreSQL" if self.recipe.libpq else "database"
+        return Link(server, up, heard_at, why, silent, refused, kind, of, vital)
+
+    @property
+    def hanging(self) -> Callers:
+        """Callers that wait for a connection, or for an answer of a silent server."""
+        return self.upkeep.watch.hanging
 
     def __repr__(self) -> str:
         return f"<Reservoir {self.place}: {self.describe()}>"

@@ -61,6 +61,11 @@ class Silence:
         pause = PAUSE if ready and not self._slow else self._pause
         return stuck and now - self._probed >= pause
 
+    @property
+    def is_asked(self) -> bool:
+        """Whether a probe was sent that has no answer yet."""
+        return self._asked is not None
+
     def asked(self, now: float) -> None:
         """Note that a probe was sent."""
         if self._asked is None:

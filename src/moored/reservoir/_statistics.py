@@ -9,8 +9,13 @@ from typing import NamedTuple
 
 __all__ = ["BUCKETS", "DISCARDS", "FAILURES", "Latency", "Statistics"]
 
-#: The upper bounds of the buckets of the wait histogram, in seconds.
-BUCKETS = (0.0001, 0.001, 0.01, 0.1, 1.0, 10.0)
+#: Two buckets for each octave, so that a 99th percentile means something.
+STEPS = (1.0, 1.4, 2.0, 2.8, 4.0, 5.6, 8.0)
+#: The upper bounds of the buckets of the wait histogram, in seconds: from 0.1 ms to 10 s.
+BUCKETS = (
+    *(round(10.0**power * step, 6) for power in range(-4, 1) for step in STEPS),
+    10.0,
+)
 
 #: The reasons for which connections are closed, and the steps at which opening one may fail.
 DISCARDS = (

@@ -9,7 +9,7 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from moored.kernel import Context, describe, duration
+from moored.kernel import Callers, Context, describe, duration
 
 from ._driver import PING_TIMEOUT, DriverState
 from ._item import Item, Place
@@ -39,6 +39,9 @@ class Watch(Generic[C]):
         self._busy: dict[Item[C], float] = {}
         self._probing = False
         self._reported = False
+        #: When the server was last heard; None if it never was.
+        self.heard_at: float | None = None
+        self._returned = 0
 
     @property
     def silent_for(self) -> float:
@@ -59,8 +62,18 @@ class Watch(Generic[C]):
         finally:
             self._share(False)
 
+    @property
+    def hanging(self) -> Callers:
+        """Callers in the queue, and while the server is silent also those with a statement."""
+        core, now = self._upkeep.core, self._upkeep.clock.monotonic()
+        since = [waiter.since for waiter in list(core.waiting)]
+        if self.silent_for:
+            since += list(self._busy.values())
+        return Callers(len(since), now - min(since, default=now))
+
     def answered(self) -> None:
         """Note that the server has answered, for example on a new connection."""
+        self.heard_at = self._upkeep.clock.monotonic()
         self._silence.answered()
 
     def _share(self, known: bool) -> None:
@@ -77,6 +90,11 @@ class Watch(Generic[C]):
             for item in list(upkeep.core.items.values())
             if item.place is Place.OUT and self._is_busy(item)
         }
+        # A statement that was shorter than the pause between two looks.
+        returned = upkeep.core.checkouts - upkeep.core.out - upkeep.core.discards["bad"]
+        if ended or (returned > self._returned and not self._silence.is_asked):
+            self.heard_at = upkeep.clock.monotonic()
+        self._returned = returned
         if ended:
             self._silence.answered()
         stuck = not ended and not before.items().isdisjoint(self._busy.items())
@@ -130,7 +148,8 @@ class Watch(Generic[C]):
                 opened = self._may_open and await self._accepts()
                 if not opened:
                     return
-            silence.probed(now(), pinged=item is not None, opened=opened)
+            self.heard_at = now()
+            silence.probed(self.heard_at, pinged=item is not None, opened=opened)
         finally:
             self._probing = silence.held = False
             self._report()

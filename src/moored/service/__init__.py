@@ -22,6 +22,7 @@ from ._broker_part import BROKER_PATHS, DRAIN, broker_health
 from ._config import FILE_NAME, Config, Knob, Setting, knobs, load
 from ._config_file import load_config
 from ._database import data_dir_of, state_dir_of
+from ._declared import Declared, fields_of, parameters_of, values_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
 from ._health import HTTP, READY_STATES, Status
 from ._parse import connection_string, is_loopback
@@ -29,6 +30,7 @@ from ._part import Part, System, Wiring, cost_words, costs_of
 from ._serve import serve
 from ._service import Service
 from ._shown_postgres import ShownPostgres, place_of
+from ._spans import clock_time, span
 from ._token_file import stored_token
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
@@ -38,6 +40,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Parts
     "BROKER_PATHS",
     "DRAIN",
+    "Declared",
     "HTTP",
     "Part",
     "READY_STATES",
@@ -46,9 +49,14 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "System",
     "Wiring",
     "broker_health",
+    "clock_time",
     "cost_words",
     "costs_of",
+    "fields_of",
+    "parameters_of",
+    "values_of",
     "refusal",
+    "span",
     # Configuration
     "FILE_NAME",
     "Config",

@@ -5,7 +5,11 @@
                                   `?live`, `?ready` or `?started` 200 or 503; no token
 ``GET /v1/status``                the whole state
 ``GET /v1/explain/{component}``   why a component is in its present state
-``GET /v1/events``                the state, and events as they happen (server-sent events)
+``GET /v1/outages``               what was broken, when, for how long, why, and what it cost
+``GET /v1/events``                the state once, and then its changes (server-sent events)
+``GET /v1/map``                   the parts and servers as they are drawn
+``GET /v1/history``               numbers and states of the last `?span=` 120, 900 or 3600 seconds
+``GET /v1/parts/{name}``          everything about one part or server
 ``GET /metrics``                  Prometheus
 ``GET /openapi.json``             the description of all routes, also of brokers and sessions
 ``GET /``                         the live page
@@ -33,9 +37,11 @@ from ._access import LOGIN, LOGOUT, AccessControl, refusal
 from ._assets import asset, page
 from ._auth import Tokens
 from ._config import Config
-from ._feed import Feed
 from ._health import probe
+from ._history import SPANS
+from ._live import Live
 from ._login import MAX_FORM, Login
+from ._part_page import PartPages
 from ._view import View
 
 __all__ = ["make_app"]
@@ -47,7 +53,8 @@ HEARTBEAT = 15.0
 def make_app(
     config: Config,
     view: View,
-    feed: Feed,
+    live: Live,
+    pages: PartPages,
     registry: CollectorRegistry,
     *,
     mounts: Mapping[str, ASGIApp] | None = None,
@@ -56,13 +63,17 @@ def make_app(
     """Return the HTTP app, wrapped in `AccessControl`."""
     tokens = Tokens(config.admin_token, config.read_token)
     login = Login(tokens, view.clock.wall)
-    routes = _Routes(view, feed, registry, has_login=bool(tokens))
+    routes = _Routes(view, live, pages, registry, has_login=bool(tokens))
     app = Starlette(
         routes=[
             Route("/v1/health", routes.health),
             Route("/v1/status", routes.status),
             Route("/v1/explain/{component:path}", routes.explain),
+            Route("/v1/outages", routes.outages),
             Route("/v1/events", routes.events),
+            Route("/v1/map", routes.map),
+            Route("/v1/history", routes.history),
+            Route("/v1/parts/{name}", routes.part),
             Route("/metrics", routes.metrics),
             Route("/openapi.json", routes.openapi),
             Route("/", routes.page),
@@ -82,11 +93,18 @@ def make_app(
 
 class _Routes:
     def __init__(
-        self, view: View, feed: Feed, registry: CollectorRegistry, *, has_login: bool
+        self,
+        view: View,
+        live: Live,
+        pages: PartPages,
+        registry: CollectorRegistry,
+        *,
+        has_login: bool,
     ) -> None:
+        self._live = live
+        self._pages = pages
         self._has_login = has_login
         self._view = view
-        self._feed = feed
         self._registry = registry
 
     async def health(self, request: Request) -> Response:
@@ -117,10 +135,13 @@ class _Routes:
         body = {"error": "unknown component", "detail": detail, "known": found or list(known)}
         return JSONResponse(body, status_code=404)
 
+    async def outages(self, request: Request) -> Response:
+        return _json({"outages": self._view.truth.incidents()})
+
     async def events(self, request: Request) -> Response:
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
-        client = self._feed.join()
+        client = self._live.join(events="events" in request.query_params)
         if client is None:
             return refusal(503, "too many streams", "close one of the open pages, then load again")
 
@@ -130,11 +151,30 @@ class _Routes:
                 async for chunk in client.stream(heartbeat=HEARTBEAT):
                     yield chunk
             finally:
-                self._feed.streams.leave(client)
+                self._live.streams.leave(client)
 
         # A proxy that buffers would delay the events.
         return StreamingResponse(
             body(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        )
+
+    async def map(self, request: Request) -> Response:
+        return _json(self._live.map())
+
+    async def history(self, request: Request) -> Response:
+        wanted = request.query_params.get("span", str(SPANS[1]))
+        if wanted not in map(str, SPANS):
+            spans = ", ".join(map(str, SPANS))
+            return refusal(400, "unknown span", f"span={wanted} must be one of {spans} seconds")
+        return _json(self._live.history_of(int(wanted)))
+
+    async def part(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if (found := self._pages.page(name)) is not None:
+            return _json(found)
+        known = ", ".join(self._live.graph.nodes) or "none"
+        return refusal(
+            404, "unknown part", f"there is no part or server {name!r}; there are {known}"
         )
 
     async def metrics(self, request: Request) -> Response:
@@ -145,7 +185,8 @@ class _Routes:
         return asset("openapi.json") or Response(status_code=404)
 
     async def page(self, request: Request) -> Response:
-        return page(logout=self._has_login)
+        parts = [f"  {part}  {state}" for part, state in self._view.parts().items()]
+        return page(logout=self._has_login, text="\n".join([self._view.sentence(), *parts]))
 
     async def static(self, request: Request) -> Response:
         found = asset(request.path_params["name"])

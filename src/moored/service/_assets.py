@@ -6,19 +6,19 @@ import base64
 import hashlib
 import re
 from functools import cache
+from html import escape
 from importlib.resources import files
+from pathlib import PurePath
 
 from starlette.responses import Response
 
 __all__ = ["asset", "login_page", "page"]
 
 _TYPES = {
-    "faults.js": "text/javascript",
-    "icon.svg": "image/svg+xml",
-    "openapi.json": "application/json",
-    "page.css": "text/css",
-    "page.js": "text/javascript",
-    "systems.js": "text/javascript",
+    ".css": "text/css",
+    ".js": "text/javascript",
+    ".json": "application/json",
+    ".svg": "image/svg+xml",
 }
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
@@ -26,9 +26,13 @@ _PAGE_POLICY = (
 )
 
 
-def page(*, logout: bool) -> Response:
-    """Return the live page, with a logout button if there is a login."""
-    return _html("page.html", _PAGE_POLICY, logout="" if logout else "hidden")
+def page(*, logout: bool, text: str) -> Response:
+    """Return the live page, with a logout button if there is a login.
+
+    Browsers without JavaScript show the text.
+    """
+    hidden = "" if logout else "hidden"
+    return _html("page.html", _PAGE_POLICY, logout=hidden, text=escape(text))
 
 
 def login_page(*, wrong: bool = False) -> Response:
@@ -46,10 +50,18 @@ def login_page(*, wrong: bool = False) -> Response:
 
 def asset(name: str) -> Response | None:
     """Return a file that the page loads, or None if the name is unknown."""
-    if name not in _TYPES:
+    found = _assets().get(name)
+    if found is None:
         return None
     # The browser revalidates at each load, so that an upgrade is visible at once.
-    return Response(_text(name), media_type=_TYPES[name], headers={"Cache-Control": "no-cache"})
+    return Response(_text(name), media_type=found, headers={"Cache-Control": "no-cache"})
+
+
+@cache
+def _assets() -> dict[str, str]:
+    """Return the files that the page loads, each with its media type."""
+    names = [each.name for each in (files("moored.service") / "static").iterdir()]
+    return {name: _TYPES[end] for name in names if (end := PurePath(name).suffix) in _TYPES}
 
 
 def _html(name: str, policy: str, *, status: int = 200, **words: str) -> Response:

@@ -69,6 +69,7 @@ def broker_parts(config: Config) -> Iterator[Part]:
             streams=config.broker_max_streams,
             required=False,
             ties=["postgres"],
+            kind="broker",
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import NamedTuple
 
 __all__ = ["BrowserStatistics", "BrowserStream", "BrowserStreams", "message"]
@@ -37,7 +37,8 @@ class BrowserStatistics(NamedTuple):
 class BrowserStream:
     """One open stream, with its queue."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, topics: Collection[str]) -> None:
+        self.topics = topics
         self._size = size
         self._state: bytes | None = None
         self._events: deque[bytes] = deque()
@@ -108,12 +109,12 @@ class BrowserStreams:
         self._refused = 0
         self._closed = False
 
-    def join(self) -> BrowserStream | None:
-        """Open a stream; return None if there are too many."""
+    def join(self, topics: Collection[str] = ("event",)) -> BrowserStream | None:
+        """Open a stream of these topics; return None if there are too many."""
         if len(self._clients) >= self._limit or self._closed:
             self._refused += 1
             return None
-        client = BrowserStream(self._size)
+        client = BrowserStream(self._size, frozenset(topics))
         self._clients.add(client)
         return client
 
@@ -121,15 +122,15 @@ class BrowserStreams:
         """Remove a stream that has ended."""
         self._clients.discard(client)
 
-    def publish(self, event: bytes) -> None:
-        """Queue an event on every stream."""
-        for client in self._clients:
-            self._dropped += client.give(event)
+    def listening(self, topic: str) -> bool:
+        """Whether a stream has this topic."""
+        return any(topic in client.topics for client in self._clients)
 
-    def publish_state(self, state: bytes) -> None:
-        """Set the newest state on every stream."""
-        for client in self._clients:
-            client.give_state(state)
+    def publish(self, event: bytes, topic: str = "event") -> list[BrowserStream]:
+        """Queue an event on every stream of a topic; return those that have lost one by it."""
+        late = [each for each in self._clients if topic in each.topics and each.give(event)]
+        self._dropped += len(late)
+        return late
 
     def close(self) -> None:
         """End every stream, and refuse new ones."""

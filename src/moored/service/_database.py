@@ -23,6 +23,7 @@ from pathlib import Path
 from moored.embedded import EmbeddedError, EmbeddedPostgres, PortInUse, default_data_dir
 from moored.kernel import Backoff, Child, Context, Registry
 from moored.postgres import ConfigurationError, Postgres
+from moored.postgres.report import server_of
 
 from ._config import Config
 from ._errors import DatabaseUnreachable, ServiceError
@@ -68,7 +69,17 @@ def database_part(config: Config) -> Part:
         conditions=(READY,),
         strategy="one_for_one",
         intensity=None,
+        ties=_servers_of(config),
+        kind="stream",
+        server="PostgreSQL",
     )
+
+
+def _servers_of(config: Config) -> set[str]:
+    if config.is_embedded:
+        return {"embedded server"}
+    urls = config.database_url, config.replication_url
+    return {server_of(url) for url in urls if url is not None}
 
 
 class Database:

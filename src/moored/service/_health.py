@@ -51,9 +51,23 @@ class PartHealth:
         self._optional = frozenset(optional)
         self._reported: dict[str, tuple[Status, float]] = {}
 
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the parts, in their order."""
+        return self._parts.keys()
+
+    @property
+    def required(self) -> Collection[str]:
+        """The parts without which the service is not ready."""
+        return [part for part in self._parts if part not in self._optional]
+
     def conditions(self, part: str) -> Sequence[str]:
         """Return the names of the conditions of a part."""
         return self._parts[part]
+
+    def says(self, part: str) -> bool:
+        """Whether a part reports its health, or has conditions."""
+        return part in self._reported or bool(self._parts[part])
 
     def report(self, part: str, state: Status, now: float = 0.0) -> None:
         """Set the health of a part."""

@@ -6,7 +6,7 @@ import logging
 import platform
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import InfoMetricFamily, Metric
@@ -118,6 +118,13 @@ class _Collector(Collector):
             ("part", "health"),
             [((p, each), float(now == each)) for p, now in view.parts().items() for each in HTTP],
         )
+        numbers, seconds, present = view.truth.totals()
+        text = "Outages that are over, by the part or server whose fault they were."
+        yield counter("moored_outages", text, ("root",), _by(numbers))
+        text = "Seconds of outages that are over, each from the last sign of life on."
+        yield counter("moored_outage_seconds", text, ("root",), _by(seconds))
+        text = "Seconds of the present outage, from the last sign of life on; 0 without one."
+        yield gauge("moored_outage_lasts_seconds", text, (), _one(present))
         text = "Seconds since the service began to start."
         yield gauge("moored_uptime_seconds", text, (), _one(view.uptime))
         yield gauge(
@@ -163,6 +170,11 @@ class _Collector(Collector):
             ("reason",),
             [(("timed_out",), now.timed_out), (("refused",), now.refused)],
         )
+
+
+def _by(found: Mapping[str, float]) -> Samples:
+    """Return the samples of a metric with one label."""
+    return [((name,), value) for name, value in found.items()]
 
 
 def _one(value: float) -> Samples:

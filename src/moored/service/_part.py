@@ -6,14 +6,18 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from moored.kernel import Child, Clock, Machine, MooredError, Recorder, StatusMonitor, Tree
 
+from ._declared import Declared
 from ._health import Status
+
+if TYPE_CHECKING:
+    from ._truth import Truth
 
 __all__ = ["Part", "System", "Wiring", "cost_words", "costs_of"]
 
@@ -21,7 +25,12 @@ StrategyName = Literal["one_for_one", "one_for_all", "rest_for_one"]
 
 
 class System(Protocol):
-    """The interface by which the service shows a running part."""
+    """The interface by which the service shows a running part.
+
+    Of further methods, a system has those that it needs: `links()` returns what it knows about its
+    connections to servers, `hanging()` the callers that wait for it, `fact()` what is shown while
+    it works, and `costs()` what failures have cost callers so far, by name.
+    """
 
     def statistics(self) -> Mapping[str, Any]:
         """Return the state of the system as JSON-serializable data, for `/v1/status`."""
@@ -85,6 +94,8 @@ class Wiring:
     systems: dict[str, System] = field(default_factory=dict)
     #: Further collectors for `/metrics`; a part appends its own while it is built.
     collectors: list[Collector] = field(default_factory=list)
+    #: The judgement of all parts and servers, and the incidents; set by the service.
+    truth: Truth | None = None
     #: Called when a stop is forced, to kill processes that would outlive this one, without waiting.
     last_resorts: list[Callable[[], None]] = field(default_factory=list)
     #: Called before HTTP is stopped, and awaited: a part ends the streams of its clients.
@@ -124,3 +135,13 @@ class Part:
     #: The parts that this one depends on, and its servers as "host:port": of two parts that fail,
     #: one may be the cause of the other only if they have one of these in common.
     ties: Collection[str] = ()
+    #: What it is: one of `KINDS`.
+    kind: str = "component"
+    #: What its servers are, in words, such as "PostgreSQL".
+    server: str = "server"
+    #: The servers, as "host:port", that this part runs: on the map, it stands for them.
+    runs: Collection[str] = ()
+    #: Whether the map and the timeline show it.
+    shown: bool = True
+    #: Returns its settings in force.
+    settings: Callable[[], Iterable[Declared]] = tuple

@@ -26,16 +26,19 @@ from ._browser_streams import BrowserStreams
 from ._config import Config
 from ._connections import Connections, max_connections
 from ._database import database_part
-from ._feed import Feed
 from ._health import HTTP, READY_STATES, PartHealth, Status
+from ._live import Live
 from ._metrics import EventCounter, registry_of
-from ._outages import PartOutages
-from ._part import Part, Wiring, costs_of
+from ._part import Part, System, Wiring
+from ._part_page import PartPages
+from ._truth import Truth
 from ._view import View
 
 __all__ = ["Service", "address_of"]
 
 ROOT = "moored"
+#: The kinds of parts that keep their place while they wait.
+KEEPING = ("stream", "consumer", "broker")
 
 
 class Service:
@@ -78,11 +81,19 @@ class Service:
         )
         self._say = say
         self._clock = clock
-        self._outages = PartOutages(
+        systems: dict[str, System] = {}
+        shown = [part for part in parts if part.shown]
+        #: The judgement of all parts and servers, the incidents, and the words for them.
+        self.truth = Truth(
+            self._part_health,
+            self.monitor,
             self.recorder,
             clock,
-            lambda: self.view.start_order(),
-            lambda: costs_of(self._wiring.systems.values()),
+            ties={part.name: part.ties for part in shown},
+            runs={server: part.name for part in shown for server in part.runs},
+            systems=systems,
+            keeping=[part.name for part in shown if part.kind in KEEPING],
+            started=lambda: self._has_been_ready,
         )
         self._wiring = Wiring(
             self.monitor,
@@ -93,6 +104,8 @@ class Service:
             self._fail,
             self._health,
             self._until,
+            systems=systems,
+            truth=self.truth,
         )
         # One that is not required reports its health instead.
         optional = replace(self._wiring, give_up=_ignored, fail=_ignored)
@@ -114,14 +127,14 @@ class Service:
             machines=self._wiring.machines,
             systems=self._wiring.systems,
             started=lambda: self._has_been_ready,
-            outage_of=self._outages.lines,
-            outages=self._outages.as_list,
-            ties={part.name: part.ties for part in parts},
+            shared_truth=self.truth,
             address=address_of(config, sockets),
         )
         streams = BrowserStreams()
+        #: Map, history and changes, for the page.
+        self.live = Live(self.view, parts, self.truth, streams, name)
+        pages = PartPages(self.view, self.live, parts)
         connections = Connections(max_connections(sum(part.streams for part in parts)))
-        self._feed = Feed(self.view, streams)
         self._counter = EventCounter()
         #: The metrics of the service and of all its parts, as in `/metrics`.
         self.registry = registry_of(
@@ -131,7 +144,8 @@ class Service:
         self.asgi = make_app(
             config,
             self.view,
-            self._feed,
+            self.live,
+            pages,
             self.registry,
             mounts={path: app for part in parts for path, app in part.mounts.items()},
             public={path: app for part in parts for path, app in part.public.items()},
@@ -148,14 +162,16 @@ class Service:
             recorder=self.recorder,
             clock=clock,
         )
-        self._inactive_since = clock.monotonic()
 
     async def __aenter__(self) -> Self:
         self._ignore_changes = self.monitor.subscribe(self._on_change)
         self._unsubscribe = (
             self.recorder.subscribe(self._counter),
-            self.recorder.subscribe(self._feed.sink),
+            self.recorder.subscribe(self.live.sink),
         )
+        self.truth.subscribe(lambda changed: self.live.changed())
+        self.truth.start()
+        self.live.start()
         try:
             await self.root.start()
         except BaseException:
@@ -178,13 +194,14 @@ class Service:
 
     async def _stop(self) -> None:
         self._ignore_changes()  # conditions that the stop clears are not reported
+        self.truth.stop()
         try:
             await self.drain()
             await self.root.stop()
         finally:
             for unsubscribe in self._unsubscribe:
                 unsubscribe()
-            self._feed.close()
+            self.live.close()
 
     async def _until(self, parts: Sequence[str], states: Collection[Status]) -> Status:
         def now() -> Status:
@@ -214,20 +231,21 @@ class Service:
                 self.monitor.set(name, owner="nobody", detail=text)
             else:
                 self.monitor.clear(name, text)
-        self._outages.report(part, before, state, detail)
+        self.truth.report(part, before, state, detail)
+        if state != before:
+            self.live.changed()
 
     def _on_change(self, change: StatusChange[Status]) -> None:
-        now, detail = self._clock.monotonic(), change.condition.detail
+        detail = change.condition.detail
         is_ready, was_ready = change.status in READY_STATES, change.previous in READY_STATES
         if is_ready and not self._has_been_ready:
             self._has_been_ready = True
             if not self.first_active.done():
                 self.first_active.set_result(None)
         elif was_ready and not is_ready:
-            self._inactive_since = now
             self._say(f"not ready: {change.condition.name} is lost: {detail}")
         elif is_ready and not was_ready:
-            self._say(f"ready again after {now - self._inactive_since:.1f} s")
+            self._say("ready again")
         elif is_ready and change.status != change.previous:
             why = (detail or "").removeprefix(change.status).removeprefix(": ")
             self._say(": ".join(filter(None, (f"{change.status} now", why))))

@@ -12,7 +12,7 @@ from moored.postgres import Health, Postgres
 from moored.postgres.listen.prometheus import ListenerCollector
 from moored.postgres.outbox.prometheus import OutboxCollector
 from moored.postgres.prometheus import PostgresCollector
-from moored.postgres.report import reasons
+from moored.postgres.report import reasons, server_of
 
 from ._errors import ServiceError
 from ._part import Wiring
@@ -116,8 +116,5 @@ class ShownPostgres:
 def place_of(url: str) -> str:
     """Return the hosts, ports and database of a connection string: "db:5432/orders"."""
     words = conninfo_to_dict(url)
-    hosts = str(words.get("host") or words.get("hostaddr") or "localhost").split(",")
-    ports = str(words.get("port") or "5432").split(",")
-    places = (f"{host}:{ports[min(n, len(ports) - 1)]}" for n, host in enumerate(hosts))
-    place = f"{','.join(places)}/{words.get('dbname') or words.get('user') or ''}".rstrip("/")
-    return SECRETS.hide(place)
+    database = words.get("dbname") or words.get("user") or ""
+    return SECRETS.hide(f"{server_of(url)}/{database}".rstrip("/"))

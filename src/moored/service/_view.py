@@ -6,8 +6,8 @@ import json
 import logging
 import os
 import platform
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import InitVar, dataclass, field, replace
 from typing import Any
 
 from moored._version import __version__
@@ -17,13 +17,13 @@ from moored.kernel import (
     Recorder,
     StatusMonitor,
     Tree,
-    counted,
     describe,
     duration,
 )
 
-from ._health import HTTP, READY_STATES, WORKING, PartHealth, Status
+from ._health import READY_STATES, WORKING, PartHealth, Status
 from ._part import System
+from ._truth import Truth
 
 __all__ = ["View", "grafted"]
 
@@ -58,18 +58,26 @@ class View:
     ties: Mapping[str, Collection[str]] = field(default_factory=dict)
     #: The URL of the service.
     address: str = ""
-    #: Returns the last outage of a part as lines of an explanation.
-    outage_of: Callable[[str], Iterable[str]] = lambda part: ()
     #: Returns whether the service has been ready.
     started: Callable[[], bool] = lambda: False
-    #: Returns the last incidents as plain data, the newest first.
-    outages: Callable[[], list[dict[str, Any]]] = list
+    shared_truth: InitVar[Truth | None] = None
+    #: The judgement of all parts and servers, and the incidents; by default one of its own.
+    truth: Truth = field(init=False)
     _began: float = field(init=False)
     _began_wall: float = field(init=False)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, shared_truth: Truth | None) -> None:
         self._began = self.clock.monotonic()
         self._began_wall = self.clock.wall()
+        self.truth = shared_truth or Truth(
+            self.part_health,
+            self.monitor,
+            self.recorder,
+            self.clock,
+            ties={part: self.ties.get(part, ()) for part in self.part_health.names},
+            systems=self.systems,
+            started=self.started,
+        )
 
     @property
     def status(self) -> Status:
@@ -109,17 +117,23 @@ class View:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the whole state as plain data for JSON."""
+        answer = self.truth.answer()
         return {
             "status": self.status,
             "ready": self.status in READY_STATES,
             "started": self.started(),
             "degraded": self.degraded(),
             "sentence": self.sentence(),
-            "sentence_for": self._sentence_for(),
+            "sentence_for": answer["lasted"] or 0.0,
+            "answer": answer,
+            "nodes": {
+                node: {"state": each.state, "fact": each.fact}
+                for node, each in self.truth.judged().items()
+            },
             "parts": self.parts(),
             "conditions_of": {part: self.part_health.conditions(part) for part in self.parts()},
             "kinds": {self._label(path): _kind(path) for path in self.systems},
-            "outages": self.outages(),
+            "outages": self.truth.incidents(),
             "version": __version__,
             "python": platform.python_version(),
             "pid": os.getpid(),
@@ -138,50 +152,7 @@ class View:
 
     def sentence(self) -> str:
         """Return how the service is, in one sentence."""
-        states = self.parts()
-        bad = {part: states[part] for part in self.degraded()}
-        if not bad:
-            standby = ", ".join(part for part in states if states[part] == "waiting")
-            also = f"; standing by for another instance: {standby}" if standby else ""
-            return f"Everything works: {counted(len(states), 'part')}{also}."
-        part = self._worst(bad)
-        affected = self._tied_to(part, bad)
-        others = [f"{each} is {bad[each]}" for each in bad if each not in (part, *affected)]
-        clauses = [f"{part} is {': '.join([bad[part], *self.reasons(part)])}"]
-        clauses += [f"also affected: {', '.join(affected)}"] if affected else []
-        clauses += [f"and {', '.join(others)}"] if others else []
-        ready = "The service works, but" if self.status in READY_STATES else "Not ready:"
-        return f"{ready} {'; '.join(clauses)}."
-
-    def _sentence_for(self) -> float:
-        """Return for how many seconds the sentence has been true."""
-        states = self.parts()
-        bad = {part: states[part] for part in self.degraded()}
-        parts = [self._worst(bad)] if bad else list(states)
-        conditions = self.monitor.conditions()
-        began = max((self.part_health.since(part, conditions) for part in parts), default=0.0)
-        return self.clock.monotonic() - max(began, self._began)
-
-    def _worst(self, bad: Mapping[str, Status]) -> str:
-        severity = list(HTTP).index
-
-        def rank(part: str) -> tuple[int, int]:
-            return severity(self.part_health.effect(part, bad[part])), severity(bad[part])
-
-        return max(bad, key=rank)
-
-    def _tied_to(self, part: str, bad: Mapping[str, Status]) -> list[str]:
-        """Return the parts in `bad` that depend on this one, on what it depends on, and so on.
-
-        What works ties no parts together.
-        """
-        working = self.parts().keys() - bad.keys()
-        ties = {each: {each, *self.ties.get(each, ())} - working for each in bad}
-        common, found = ties[part], {part}
-        while more := {each for each in bad if each not in found and ties[each] & common}:
-            found |= more
-            common = common.union(*(ties[each] for each in more))
-        return [each for each in bad if each in found - {part}]
+        return self.truth.sentence()
 
     def components(self) -> tuple[str, ...]:
         """Return the components that can be explained: all paths of the tree, and those that only
@@ -194,7 +165,8 @@ class View:
         """Return the component with this path or name, a part, or those whose path ends with it."""
         wanted = wanted.strip("/")
         known = self.components()
-        if wanted in (*known, *self.recorder.components(), *map(_part_of, self.systems)):
+        servers = self.truth.judged().keys() - self.parts().keys()
+        if wanted in (*known, *self.recorder.components(), *map(_part_of, self.systems), *servers):
             return [wanted]
         found = [name for name in known if name.endswith(f"/{wanted}")]
         part = f"{self.root().name}/{wanted}"  # and not its child of the same name
@@ -217,22 +189,30 @@ class View:
                     text = system.explain()
                 except Exception as error:
                     text = f"{_broken(error)}\n{self.recorder.explain(recorded)}"
-                if "\n  before " in text:
-                    return text  # the system explains its last outage itself
-                part, lines = _part_of(path), text.splitlines()
+                # The outages of a system are those of its part, which have one length.
+                lines = [each for each in text.splitlines() if not each.startswith("  before ")]
+                part = _part_of(path)
                 if not text or text.startswith(" "):
                     lines = [*self._health_of(part), *lines]
                 return "\n".join([*lines, *self._history_of(part)])
         name = component.partition("/")[2] or component
+        if name not in self.parts() and name in self.truth.judged():
+            return "\n".join([*self.truth.explain(name), *self.truth.outage_of(name)])
         if name in self.parts():
             return "\n".join([*self._health_of(name), *self._history_of(name)])
         return "\n".join([self.recorder.explain(recorded), *self._outages_around(component)])
 
     def _health_of(self, part: str) -> Iterator[str]:
         """Yield the health of a part, since when, and the details of its conditions."""
-        since = self.part_health.since(part, self.monitor.conditions())
-        yield f"{self.parts()[part]} for {duration(self.clock.monotonic() - since)}"
-        yield from (f"  because  {each}" for each in self.reasons(part))
+        if part in self.truth.judged():
+            lines = list(self.truth.explain(part))
+        else:
+            since = self.part_health.since(part, self.monitor.conditions())
+            lines = [f"{self.parts()[part]} for {duration(self.clock.monotonic() - since)}"]
+        if len(lines) == 1 or self.parts()[part] not in WORKING:
+            # What a part reports while it works does not explain why it is judged to be down.
+            lines += [f"  because  {each}" for each in self.reasons(part)]
+        yield from dict.fromkeys(lines)
 
     def _history_of(self, part: str) -> Iterator[str]:
         """Yield the restarts of the children of a part, the next attempt, and its last outage."""
@@ -248,7 +228,7 @@ class View:
                     elif self.parts()[part] not in READY_STATES:
                         lasted = duration(node.since)
                         yield f"  so       it has been {node.state} again for {lasted}"
-        yield from self.outage_of(part)
+        yield from self.truth.outage_of(part)
 
     def reasons(self, part: str) -> Iterator[str]:
         """Yield the details of the conditions of a part."""
@@ -265,7 +245,7 @@ class View:
             for path in self.systems
             if path.startswith(f"{component}/") or component.startswith(f"{path}/")
         }:
-            yield from self.outage_of(part)
+            yield from self.truth.outage_of(part)
 
     def _paths(self) -> dict[str, str]:
         """Return the paths of the tree, each with the component of its events in the recorder."""

@@ -194,6 +194,11 @@ class Changes(Generic[Extra]):
         self._known: Mapping[int, Relation] | None = None
         self._wanted: frozenset[int] = frozenset()
 
+    @property
+    def outstanding(self) -> int:
+        """The number of transactions that were received for it, and are not acknowledged."""
+        return self._hub.outstanding(self.name)
+
     def __aiter__(self) -> Self:
         return self
 

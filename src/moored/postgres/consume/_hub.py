@@ -584,6 +584,11 @@ class Hub:
             changes._end(error)
         self.published.notify()
 
+    def outstanding(self, name: str) -> int:
+        """Return the number of transactions that a consumer has not acknowledged."""
+        known = self._known.get(name)
+        return 0 if known is None or known.progress is None else known.progress.outstanding
+
     def consumers(self) -> dict[str, dict[str, object]]:
         """Return the state of each consumer, as plain data."""
         found = {}

@@ -98,6 +98,8 @@ class ListenerCore:
         self._dropped_before = 0
         #: When the server was last heard, in seconds since 1970.
         self.heard_at = clock.wall()
+        #: The same in monotonic seconds; None if it never was.
+        self.last_heard: float | None = None
         self._clock = clock
         self._backoff = new_backoff(clock)
         self._always = frozenset(always)
@@ -137,7 +139,7 @@ class ListenerCore:
     def heard(self, token: int) -> None:
         """Bytes of the server have arrived."""
         if self.generation.is_current(token):
-            self.heard_at = self._clock.wall()
+            self.heard_at, self.last_heard = self._clock.wall(), self._clock.monotonic()
 
     def lost(self, token: int, reason: str) -> bool:
         """The attempt or the connection has failed; return whether a series of attempts ended."""

@@ -16,6 +16,7 @@ from moored.kernel import (
     Clock,
     Condition,
     Context,
+    Link,
     Machine,
     Recorder,
     StatusMonitor,
@@ -209,6 +210,13 @@ class Listener:
     def health(self) -> Health:
         """The health: ACTIVE, STARTING before the first connection, DEGRADED while it is down."""
         return self.monitor.status()
+
+    def link(self, server: str) -> Link:
+        """Return what is known about the connection to the server at this address."""
+        core = self._core
+        up = True if self.up else None if core.failure is None else False
+        why = "" if up else core.failure or ""
+        return Link(server, up, core.last_heard, why, of="listener", vital=False)
 
     def subscribe(self, *channels: str, buffer: int = 1000) -> Subscription:
         """Return the events of these channels: `async with …  as events`, then `async for`.

@@ -36,7 +36,8 @@ class Outages:
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._since = 0.0
+        #: When the current outage began, in monotonic seconds.
+        self.since = 0.0
         self._next_try = 0.0
         self.now: Outage | None = None
         self.before: Outage | None = None
@@ -48,7 +49,7 @@ class Outages:
         self._next_try = at + wait
         next_try = f"next try in {duration(wait)}"
         if self.now is None:
-            self._since, self.now = at, Outage(why, why, self._clock.wall())
+            self.since, self.now = at, Outage(why, why, self._clock.wall())
             what = "the stream was lost" if self._was_active else "no connection yet"
             log.warning("%s: %s; %s", what, why, next_try)
             return
@@ -56,16 +57,14 @@ class Outages:
         now.failures += 1
         now.last = why
         level = logging.WARNING if changed else logging.DEBUG
-        log.log(
-            level, "still no stream after %s: %s; %s", duration(at - self._since), why, next_try
-        )
+        log.log(level, "still no stream after %s: %s; %s", duration(at - self.since), why, next_try)
 
     def recovered(self) -> None:
         """End the current outage: the stream is active."""
         self._was_active = True
         if (now := self.now) is None:
             return
-        now.took = self._clock.monotonic() - self._since
+        now.took = self._clock.monotonic() - self.since
         self.now, self.before = None, now
         tries = counted(now.failures, "failure")
         log.info("the stream is back after %s and %s: %s", duration(now.took), tries, now.cause)
@@ -76,7 +75,7 @@ class Outages:
         current = None
         if self.now is not None:
             current = vars(self.now) | {
-                "took": at - self._since,
+                "took": at - self.since,
                 "next_try": max(0.0, self._next_try - at),
             }
         return {

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from moored.kernel import duration
+
 from .._lsn import Lsn
 from ..server import diagnose
 from ._health import Health
@@ -17,10 +19,12 @@ from ._phases import CLIENT, WORDS
 if TYPE_CHECKING:
     from ..manage import ManagedPool, Manager, Stack
 
-__all__ = ["report"]
+__all__ = ["report", "stream_fact"]
 
 #: The number of events in a report.
 EVENTS = 20
+#: Seconds that the oldest transaction may wait for its acknowledgement without a lag that is shown.
+MOMENT = 1.0
 CONFIGURING = f"{CLIENT}:configuring_connection"
 
 
@@ -82,6 +86,14 @@ def _server(manager: Manager) -> dict[str, Any] | None:
         "timeline_id": found.timeline_id,
         "backend_pid": found.backend_pid,
     }
+
+
+def stream_fact(of: Stack, manager: Manager) -> str:
+    """Return in a few words how far the stream is behind; empty while it does not run."""
+    if (lag := _stream(of, manager, of.clock.monotonic())["lag"]) is None:
+        return ""
+    seconds: float = lag["seconds"]
+    return f"{duration(seconds)} behind" if seconds >= MOMENT else "caught up"
 
 
 def _stream(of: Stack, manager: Manager, now: float) -> dict[str, Any]:

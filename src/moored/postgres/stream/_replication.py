@@ -69,6 +69,8 @@ class ReceivedTotals:
 
     transactions: int = 0
     bytes: int = 0
+    #: When the server was last heard, in monotonic seconds; None if it never was.
+    heard_at: float | None = None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -137,6 +139,7 @@ class ReplicationClient:
             application_name=self.settings.application_name,
             **KEEPALIVES,
         )
+        self.totals.heard_at = self.clock.monotonic()
         try:
             await self._set_up(link)
             await self._wait_to_stream(link)
@@ -350,7 +353,7 @@ class ReplicationClient:
 
     def _note_arrival(self, link: ReplicationLink) -> None:
         self._arrivals = link.arrivals
-        self._arrived_at = self.clock.monotonic()
+        self._arrived_at = self.totals.heard_at = self.clock.monotonic()
         self._requested_at = None
 
 

@@ -1,246 +1,242 @@
-// The live page. It reads one stream of server-sent events, which begins with the whole state.
-"use strict";
+// The live page: what the address says is drawn from what the service says.
+import { chart, chosenSeries, drawChart, showCross } from "./charts.js";
+import { h, patch } from "./dom.js";
+import { drawer, press } from "./drawer.js";
+import { drawMap } from "./map.js";
+import { outageRows } from "./outages.js";
+import { card, partPage } from "./part.js";
+import { lost, sentence, speak } from "./sentence.js";
+import { drawTimeline, laneFocused, span, spanLinks } from "./timeline.js";
+import { follow, model, now, readHour, stateOf } from "./wire.js";
+import { address, glyph, known, link, STATE, TITLE_MARK, took } from "./words.js";
 
-const MAX_EVENTS = 200;
-const MAX_OUTAGES = 6;
-const RETRY_AFTER = 2000;
+const EVERY = 500; // at most two updates per second
 
 const byId = (id) => document.getElementById(id);
 
-// Change an element into another, and keep what is equal: the focus, the place of a scroll, a transition.
-function patch(current, wanted) {
-  if (current.nodeName !== wanted.nodeName) return current.replaceWith(wanted);
-  if (current.nodeType === Node.TEXT_NODE) {
-    if (current.data !== wanted.data) current.data = wanted.data;
-    return;
+// -- views
+
+const legend = () => h("ul.legend", { "aria-label": "Legend" }, ["works", "degraded", "down", "waits"].map((each) => h("li", glyph(each, 13), STATE[each][0])));
+
+function overview() {
+  const series = chosenSeries();
+  return [
+    model.lostSince === null ? sentence() : lost(),
+    card("Map", "map", legend(), h("div", { "data-plot": "map" })),
+    card("Timeline", "time", spanLinks(), h("div", { "data-plot": "timeline" }), outageRows()),
+    series.length > 0 && card("Numbers", "numbers", h("span.quiet.small", "the same span as the timeline; shaded: an outage of that part"), h("div.charts", series.map((each) => chart(each)))),
+  ];
+}
+
+const PLOTS = {
+  map: drawMap,
+  timeline: drawTimeline,
+  lanes: (host, room) => drawTimeline(host, room, JSON.parse(host.dataset.lanes)),
+  chart: drawChart,
+};
+
+function bar() {
+  const { state } = model;
+  const { part } = address();
+  const shown = model.lostSince !== null || !state ? "unknown" : known(part ? stateOf(part) : state.answer.state);
+  const name = state?.name ?? "moored";
+  const bad = state?.answer.node && state.answer.state !== "works" ? `: ${state.answer.node}` : "";
+  const title = `${TITLE_MARK[shown] ?? "?"} ${name}${part ? ` · ${part}` : bad}`;
+  if (document.title !== title) document.title = title;
+  const icon = new URL(`icon-${{ waits: "degraded", standby: "works", asleep: "works" }[shown] ?? shown}.svg`, import.meta.url).href;
+  if (byId("favicon").href !== icon) byId("favicon").href = icon;
+  patch(byId("mark"), glyph(shown, 20));
+  patch(byId("name"), name);
+  patch(byId("crumb"), "words" in address() ? "/ words" : part ? `/ ${part}` : "");
+  patch(byId("meta"), state && ["up ", h("span.count", { "data-since": state.began, "data-coarse": "" }), ` · Moored ${state.version}`]);
+  byId("break").hidden = !state?.demo;
+}
+
+export function render() {
+  drawn = performance.now();
+  const { part, ...rest } = address();
+  const open = "drawer" in rest && Boolean(model.state?.demo);
+  const words = "words" in rest;
+  bar();
+  const main = byId("main");
+  if (main.className !== (part ? "part" : "overview")) main.className = part ? "part" : "overview";
+  document.body.classList.toggle("lost", model.lostSince !== null);
+  byId("frame").classList.toggle("open", open);
+  byId("words").hidden = !words;
+  main.hidden = words;
+  const away = model.lostSince === null ? [] : [lost()];
+  if (model.state) patch(main, part ? [away, partPage(part, soon)] : overview());
+  else patch(main, away);
+  byId("break").setAttribute("aria-expanded", String(open));
+  byId("break").href = link({ drawer: open ? null : "" });
+  byId("drawer").hidden = !open;
+  if (open) patch(byId("drawer"), drawer(innerWidth < 1100));
+  if (!words && model.state) {
+    for (const host of main.querySelectorAll("[data-plot]")) {
+      if (!rooms.has(host)) sized([{ target: host }]);
+      PLOTS[host.dataset.plot](host, rooms.get(host));
+    }
   }
-  for (const { name } of [...current.attributes]) if (!wanted.hasAttribute(name)) current.removeAttribute(name);
-  for (const { name, value } of wanted.attributes) {
-    if (current.getAttribute(name) === value) continue;
-    if (name === "style") current.style.cssText = value; // the page's policy refuses the attribute
-    else current.setAttribute(name, value);
+  if (span() > 900 && model.state) readHour(soon).catch(() => {});
+  count();
+  speak(byId("spoken"));
+}
+
+// The widths of the plots, without asking for a layout at each update.
+const rooms = new WeakMap();
+const sizes = new ResizeObserver((entries) => sized(entries) && render());
+function sized(entries) {
+  let changed = false;
+  for (const { target } of entries) {
+    if (!rooms.has(target)) sizes.observe(target);
+    const room = target.clientWidth;
+    changed ||= rooms.get(target) !== room && room > 0;
+    if (room) rooms.set(target, room);
   }
-  const old = [...current.childNodes];
-  [...wanted.childNodes].forEach((child, place) => (old[place] ? patch(old[place], child) : current.append(child)));
-  old.slice(wanted.childNodes.length).forEach((child) => child.remove());
+  return changed;
 }
 
-function show(id, ...content) {
-  const wanted = byId(id).cloneNode(false);
-  wanted.append(...content);
-  patch(byId(id), wanted);
+// Draw once for all changes, at most twice a second, and not while nobody looks.
+let drawn = -EVERY;
+let planned = 0;
+function soon() {
+  if (planned) return;
+  const wait = Math.max(0, drawn + EVERY - performance.now());
+  planned = setTimeout(() => {
+    planned = 0;
+    if (!document.hidden) render();
+  }, wait);
 }
 
-// Durations are counted on between two states, from their value at arrival.
-function timeSince(seconds, prefix = "for ") {
-  const element = make("span", "time");
-  element.dataset.began = String(performance.now() / 1000 - seconds);
-  element.dataset.prefix = prefix;
-  showTime(element);
-  return element;
-}
-
-function showTime(element) {
-  const seconds = performance.now() / 1000 - Number(element.dataset.began);
-  const text = element.dataset.prefix + duration(seconds < 10 ? Math.floor(seconds) : seconds).replace(".0 s", " s");
-  if (element.textContent !== text) element.textContent = text;
-}
-
-// The last shown value of each element, so that only changes are highlighted.
-const shown = new Map();
-
-function mark(element, place, value) {
-  if (shown.has(place) && shown.get(place) !== value) element.classList.add("fresh");
-  shown.set(place, value);
-}
-
-// A button that shows why a component is in its state.
-function whyButton(className, text, component, state) {
-  const button = make("button", className, text);
-  button.type = "button";
-  button.dataset.why = component;
-  button.setAttribute("aria-label", `why is ${component} ${state}?`);
-  return button;
-}
-
-// One card for each part: its health, why, and what its system shows.
-function part(name, state) {
-  const kind = state.kinds[name];
-  const card = make("section", "part");
-  card.dataset.part = name;
-  if (kind) card.dataset.kind = kind;
-  const row = make("div", "row");
-  const health = state.parts[name];
-  const conditions = state.conditions_of[name].map((each) => state.conditions[each]);
-  row.append(make("h2", "name", name), make("span", `badge ${health}`, health));
-  row.append(whyButton("why", "why?", name, health));
-  if (conditions.length) row.append(timeSince(Math.min(...conditions.map((each) => each.for))));
-  card.append(row);
-  for (const each of conditions) {
-    if (each.detail) card.append(make("p", "detail", each.detail.replace(`${health}: `, "")));
+// Clocks that count on between two updates; without contact they stand still.
+function count() {
+  for (const each of document.querySelectorAll("[data-since]")) {
+    const seconds = now() - Number(each.dataset.since);
+    const text = took("coarse" in each.dataset ? Math.floor(seconds) : seconds).replace(/^(\d+)\.0 s$/, "coarse" in each.dataset ? "$1 s" : "$1.0 s");
+    if (each.textContent !== text) each.textContent = text;
   }
-  const facts = make("ul", "facts");
-  if (kind) facts.append(...system(name, kind, state[name]));
-  const own = state.machines.filter((each) => each.part === name);
-  facts.append(...own.map(machine));
-  if (facts.children.length) card.append(facts);
-  mark(card, `part ${name}`, health);
-  return card;
+  for (const each of document.querySelectorAll("[data-lost]")) each.textContent = took(Math.floor(performance.now() / 1000 - Number(each.dataset.lost))).replace(".0 s", " s");
 }
 
-// One incident: when, which parts, how long, why, and what it cost.
-function outage(it) {
-  const item = make("li", it.lasted === null ? "ongoing" : "");
-  const row = make("div", "row");
-  const worst = Object.values(it.parts).every((state) => state === "degraded") ? "degraded" : "not working";
-  if (it.lasted === null) row.append(make("span", "badge failed", worst));
-  else row.append(make("span", "badge active", "recovered"), make("strong", "took", `all parts after ${duration(it.lasted)}`));
-  row.append(make("span", "time", clockTime(it.wall)));
-  item.append(row, make("p", "name", Object.entries(it.lasted_of).map(([name, lasted]) => (lasted === null ? name : `${name} ${duration(lasted)}`)).join(", ")));
-  for (const cause of it.because) item.append(short(`because ${cause}`));
-  const cost = costText(it.cost);
-  if (cost) item.append(make("p", "detail", `cost: ${cost}`));
-  return item;
-}
+// -- what a reader does
 
-function node(it, above) {
-  const path = above ? `${above}/${it.name}` : it.name;
-  const item = make("li");
-  item.dataset.path = path;
-  const row = make("div", "row");
-  row.append(make("span", "name", it.name), whyButton(`badge ${it.state}`, it.state, path, it.state));
-  for (const tag of [it.strategy, it.restart]) if (tag) row.append(make("span", "tag", tag));
-  const times = it.restarts === 1 ? "once" : `${it.restarts} times`;
-  if (it.restarts) row.append(make("span", "tag again", `restarted ${times}`));
-  row.append(timeSince(it.since));
-  item.append(row);
-  if (it.last_failure) item.append(make("p", "detail", `last failure: ${it.last_failure}`));
-  mark(row, `node ${path}`, `${it.state} ${it.generation}`);
-  if (it.children.length) {
-    const below = make("ul");
-    below.append(...it.children.map((child) => node(child, path)));
-    item.append(below);
+let before = {};
+function moved() {
+  const to = address();
+  render();
+  if ((before.part ?? "") !== (to.part ?? "") || "words" in before !== "words" in to) {
+    scrollTo(0, 0);
+    byId("words" in to ? "words" : "main").focus({ preventScroll: true });
+  } else if ("drawer" in to && !("drawer" in before)) {
+    byId("drawer-close")?.focus({ preventScroll: true });
+    if (innerWidth < 1100) scrollTo(0, (document.querySelector(".map, .time")?.offsetTop ?? 62) - 62);
+  } else if ("drawer" in before && !("drawer" in to)) {
+    byId("break").focus({ preventScroll: true });
   }
-  return item;
+  before = to;
 }
 
-function eventRow(it) {
-  const bad = it.kind === "failure" || it.kind === "abandoned";
-  const row = make("tr", bad ? "failure-row" : "");
-  row.dataset.id = it.id;
-  const when = make("td", "time", clockTime(it.wall));
-  when.title = new Date(it.wall * 1000).toISOString();
-  const what = make("td");
-  what.append(make("span", "", it.text));
-  for (const cause of it.because) what.append(make("div", "detail", `because ${cause}`));
-  row.append(when, breakable(make("td", "name"), it.component), what);
-  return row;
+async function copy(button) {
+  await navigator.clipboard?.writeText(button.dataset.copy);
+  const said = button.textContent;
+  button.firstChild.data = "Copied";
+  setTimeout(() => (button.firstChild.data = said), 1500);
 }
 
-let newest = 0;
-
-function addEvent(it) {
-  if (it.id <= newest) return;
-  newest = it.id;
-  const rows = byId("events");
-  rows.prepend(eventRow(it));
-  while (rows.rows.length > MAX_EVENTS) rows.deleteRow(-1);
-}
-
-function showStatus(word) {
-  const pill = byId("status");
-  if (pill.textContent === word) return;
-  pill.textContent = word;
-  pill.className = `pill ${word}`;
-  document.title = word === "active" ? byId("service").textContent : `${word} · ${byId("service").textContent}`;
-}
-
-let process = null;
-
-function showState(state) {
-  if (process !== state.started_at) {
-    // Another process than before: its events are numbered from 1 again.
-    process = state.started_at;
-    newest = 0;
-    shown.clear();
-    histories.clear();
-    byId("events").replaceChildren();
-  }
-  showStatus(state.status);
-  show("about", `${state.version} · pid ${state.pid} · `, timeSince(state.uptime, "up "));
-  byId("service").textContent = state.tree.name;
-  const since = state.sentence_for >= 1 ? [", ", timeSince(state.sentence_for)] : [];
-  show("sentence", state.sentence.replace(/\.$/, ""), ...since, ".");
-  const faults = Object.keys(state.kinds).find((name) => state.kinds[name] === "faults");
-  showFaults(faults && state[faults]);
-  const parts = Object.keys(state.parts).filter((name) => name !== "http" && name !== faults);
-  show("parts", ...parts.map((name) => part(name, state)));
-  show("tree", node(state.tree, ""));
-  show("outages", ...state.outages.slice(0, MAX_OUTAGES).map(outage));
-  byId("outages-section").hidden = state.outages.length === 0;
-  state.events.forEach(addEvent);
-}
-
-function showLost(lost) {
-  const notice = byId("lost");
-  if (lost === !notice.hidden) return;
-  document.body.classList.toggle("is-lost", lost);
-  notice.hidden = !lost;
-  if (lost) {
-    showStatus("disconnected");
-    const at = new Date().toLocaleTimeString([], { hour12: false });
-    notice.textContent = `The service has not responded since ${at}. This page shows the last known state, and reconnects automatically.`;
-  }
-}
-
-// Why a component is in its state: its causes, as `moored explain` prints them.
-async function explain(name) {
-  byId("why-title").textContent = name;
-  byId("why-text").textContent = "";
-  byId("why").showModal();
-  let text = "The service does not respond.";
+const THEMES = ["system", "light", "dark"];
+function theme(chosen) {
+  document.documentElement.dataset.theme = chosen;
   try {
-    const path = name.split("/").map(encodeURIComponent).join("/");
-    const answer = await fetch(`v1/explain/${path}`, { cache: "no-store" });
-    const found = await answer.json();
-    text = answer.ok ? found.explanation : found.detail;
+    localStorage.setItem("theme", chosen);
   } catch {
-    // no answer
+    // a browser that stores nothing
   }
-  byId("why-text").textContent = text;
+  byId("theme").setAttribute("aria-label", `Colours: ${chosen}. Change`);
+  byId("theme").dataset.tip = `Colours: ${chosen}`;
 }
 
-function connect() {
-  const stream = new EventSource("v1/events");
-  stream.addEventListener("state", (message) => {
-    showLost(false);
-    showState(JSON.parse(message.data));
-  });
-  stream.addEventListener("event", (message) => addEvent(JSON.parse(message.data)));
-  stream.addEventListener("dropped", (message) => {
-    byId("dropped").textContent = `· ${JSON.parse(message.data).count} were dropped because this page reads too slowly`;
-  });
-  stream.addEventListener("error", () => {
-    showLost(true);
-    // The browser reconnects by itself, unless the response was an error.
-    if (stream.readyState === EventSource.CLOSED) setTimeout(connectAgain, RETRY_AFTER);
-  });
-}
+document.addEventListener("click", (event) => {
+  const on = event.target.closest("[data-copy], [data-fault], #theme");
+  if (!on) return;
+  if (on.dataset.copy) copy(on);
+  else if (on.dataset.fault) press(on.dataset.fault, soon);
+  else if (on.id === "theme") theme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % THEMES.length]);
+});
 
-async function connectAgain() {
-  try {
-    const answer = await fetch("v1/status", { cache: "no-store" });
-    if (answer.status === 401) return location.reload(); // the session has expired: show the login form
-  } catch {
-    // the service is not reachable yet
+// Arrow keys go to the next link in that direction, within the map and within the lanes.
+function step(event) {
+  const from = event.target.closest("[data-arrows] a");
+  const way = { ArrowRight: [1, 0], ArrowLeft: [-1, 0], ArrowDown: [0, 1], ArrowUp: [0, -1] }[event.key];
+  if (!from || !way) return;
+  event.preventDefault();
+  const middle = (each) => {
+    const box = (each.querySelector(".hit") ?? each).getBoundingClientRect();
+    return [box.x + box.width / 2, box.y + box.height / 2];
+  };
+  const [x, y] = middle(from);
+  let best = null;
+  for (const each of from.closest("[data-arrows]").querySelectorAll("a")) {
+    const [dx, dy] = [middle(each)[0] - x, middle(each)[1] - y];
+    const [along, across] = [dx * way[0] + dy * way[1], Math.abs(dx * way[1] + dy * way[0])];
+    if (each !== from && along > 1 && (!best || along + 2 * across < best.far)) best = { each, far: along + 2 * across };
   }
-  connect();
+  best?.each.focus();
 }
 
-document.querySelector("main").addEventListener("click", (event) => event.target.dataset.why && explain(event.target.dataset.why));
-byId("why-close").addEventListener("click", () => byId("why").close());
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") {
+    if (!byId("tip").hidden) tip(null);
+    else if ("drawer" in address()) location.hash = link({ drawer: null });
+    else if (address().part || "words" in address()) location.hash = link({ part: null, words: null });
+  }
+  step(event);
+});
+
+// -- tooltips: text, with its first line in bold
+
+function tip(target, x, y) {
+  const box = byId("tip");
+  box.hidden = !target;
+  if (!target) return;
+  const [first, ...others] = target.dataset.tip.split("\n");
+  patch(box, h("b", first), others.map((each) => h("p", each)));
+  const { width, height } = box.getBoundingClientRect();
+  box.style.left = `${Math.max(8, Math.min(innerWidth - width - 8, x + 14))}px`;
+  box.style.top = `${y + height + 24 > innerHeight ? y - height - 12 : y + 16}px`;
+}
+
+document.addEventListener("pointermove", (event) => {
+  if (event.pointerType === "touch") return;
+  tip(event.target.closest?.("[data-tip]"), event.clientX, event.clientY);
+  const plot = event.target.closest?.("svg[data-cross]");
+  if (!plot && !crossed) return;
+  crossed = Boolean(plot);
+  if (!plot) return showCross(null);
+  const [from, seconds, left, right] = plot.dataset.cross.split(" ").map(Number);
+  const box = plot.getBoundingClientRect();
+  const part = (event.clientX - box.left - left) / (box.width - left - right);
+  showCross(part >= 0 && part <= 1 ? from + part * seconds : null);
+});
+let crossed = false;
+
+document.addEventListener("focusin", (event) => {
+  const { lane } = event.target.dataset ?? {};
+  if (lane) laneFocused(lane);
+  const target = event.target.closest?.("[data-tip]");
+  if (!target?.matches(":focus-visible")) return tip(null);
+  const box = target.getBoundingClientRect();
+  tip(target, box.left + Math.min(box.width, 200) / 2, box.bottom - 10);
+});
+
+// -- begin
+
+before = address();
+theme(document.documentElement.dataset.theme ?? "system");
+addEventListener("hashchange", moved);
+document.addEventListener("visibilitychange", soon);
 setInterval(() => {
-  // While disconnected, durations are not counted on.
-  if (byId("lost").hidden) document.querySelectorAll("[data-began]").forEach(showTime);
-}, 1000);
-connect();
+  if (document.hidden) return;
+  if (model.lostSince === null && model.outages.some((each) => each.ended === null)) soon(); // its bars grow
+  count();
+}, EVERY);
+follow(soon);

@@ -1,0 +1,347 @@
+"""What is true of the service now: judgements of all parts and servers, incidents, the answer.
+
+It looks four times a second, and whenever a part reports its health. Everything that shows the
+service takes it from here, so that all show the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from moored.kernel import Callers, Clock, Event, Link, Recorder, StatusMonitor, Timers, describe
+
+from ._health import READY_STATES, WORKING, PartHealth, Status
+from ._incidents import Incidents
+from ._judge import Judged, Observed, judge, needed
+from ._part import System, costs_of
+from ._spans import clock_time, span
+from ._words import Now, answer, as_data, lines_of, name_of, sentence, step_words
+
+__all__ = ["Truth"]
+
+log = logging.getLogger("moored.service")
+
+#: Seconds between two looks, and the least pause as a multiple of the time that one takes.
+LOOK = 0.25
+PAUSE = 20.0
+#: Seconds after the start in which what is degraded has not begun yet.
+NEW = 10.0
+#: Seconds until an incident is logged: its root may still be found.
+SETTLE = 0.5
+#: How parts fail whose own reports do not say why.
+BY_LINKS = ("silent", "unreachable", "lost", "waits", "follows", "callers")
+#: Failures that are kept until the next look.
+FAILURES = 50
+#: Seconds before an incident is noticed in which its failure may have been recorded.
+RECENT = 1.0
+
+
+class Truth:
+    """Judges all parts and servers of a service, and keeps its incidents.
+
+    :param ties: the parts, and the addresses of servers, that each part needs; its keys are the
+        parts that are judged.
+    :param runs: the part that runs a server, by the address of the server.
+    :param systems: the systems of the parts, by the path of the child that runs each.
+    :param keeping: the parts that keep their place while they wait, so that nothing is lost.
+    :param started: whether the service has been ready.
+    """
+
+    def __init__(
+        self,
+        health: PartHealth,
+        monitor: StatusMonitor[Status],
+        recorder: Recorder,
+        clock: Clock,
+        *,
+        ties: Mapping[str, Collection[str]],
+        runs: Mapping[str, str] | None = None,
+        systems: Mapping[str, System] | None = None,
+        keeping: Collection[str] = (),
+        started: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._health = health
+        self._monitor = monitor
+        self._recorder = recorder
+        self._clock = clock
+        self._ties = ties
+        self._runs = runs or {}
+        self._systems = {} if systems is None else systems
+        self._keeping = keeping
+        self._started = started
+        self._began = clock.monotonic()
+        self._details: dict[str, str] = {}
+        #: When each part has worked for the last time; those that never have are missing.
+        self._worked_at: dict[str, float] = {}
+        self._judged: dict[str, Judged] = {}
+        #: Since when each part and server is in its state.
+        self._since: dict[str, float] = {}
+        self._incidents = Incidents(lambda node, of: (step_words(node, of), name_of(node, of)))
+        self._stopped = False
+        #: The incidents whose beginning was logged, and those whose end was, too.
+        self._logged: dict[int, str] = {}
+        self._failures: deque[Event] = deque(maxlen=FAILURES)
+        self._timers: Timers | None = None
+        self._unsubscribe: Callable[[], None] = lambda: None
+        self._subscribers: list[Callable[[list[dict[str, Any]]], None]] = []
+
+    # -- queries -------------------------------------------------------------------------------
+
+    def judged(self) -> Mapping[str, Judged]:
+        """Return the judgement of each part and server."""
+        if self._timers is None or not self._judged:
+            self.look()
+        return self._judged
+
+    def answer(self) -> dict[str, Any]:
+        """Return how the service is, and the answers about what is broken."""
+        found = answer(self._fresh())
+        return {**found, "lines": [list(each) for each in lines_of(found)]}
+
+    def sentence(self) -> str:
+        """Return how the service is, in one line."""
+        return sentence(self._fresh())
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """Return the last incidents as plain data, the newest first."""
+        now = self._fresh()
+        return [as_data(each, now) for each in now.incidents]
+
+    def incident_of(self, node: str) -> int | None:
+        """Return the number of the incident that affects a part or server now."""
+        found = self._incidents.of(node)
+        return None if found is None else found.id
+
+    def totals(self) -> tuple[dict[str, int], dict[str, float], float]:
+        """Return the number and the seconds of past incidents by root, and those of the present."""
+        now = self._clock.monotonic()
+        numbers, seconds = self._incidents.totals(now)
+        return numbers, seconds, max((i.lasted(now) for i in self._incidents.open()), default=0.0)
+
+    def name_of(self, node: str) -> str:
+        """Return what a part or server is called."""
+        return name_of(node, self._judged)
+
+    def explain(self, node: str) -> Iterator[str]:
+        """Yield how a part or server is, since when, and why, as lines of an explanation."""
+        found = self.judged()[node]
+        yield f"{found.state} for {span(self._clock.monotonic() - self._since[node])}"
+        if node not in self._ties or found.how in BY_LINKS:
+            known = dict.fromkeys(filter(None, (found.fact, found.why)))
+            yield from (f"  because  {each}" for each in known)
+
+    def outage_of(self, node: str) -> Iterator[str]:
+        """Yield the last incident of a part or server as lines of an explanation."""
+        if (found := self._incidents.last_of(node)) is None:
+            return
+        now = self._fresh()
+        data = as_data(found, now)
+        begin, lasted = clock_time(data["sign_of_life"]), span(data["lasted"])
+        when = f"for {lasted}, from {begin} to {clock_time(data['ended'] or 0.0)}"
+        if data["ended"] is None:
+            when = f"since {begin}, for {lasted}"
+        name, why = name_of(node, now.judged), data["why"]
+        if node == found.root:
+            line = f"{data['what']} {when}"
+        else:
+            states = {state for _, _, state in data["parts"][node]}
+            how = "did not work" if states & {"down"} else "worked only in part"
+            if states == {"waits"}:
+                how = f"waited for {name_of(found.root, now.judged)}"
+            line, why = f"{name} {how} {when}", ": ".join(filter(None, (data["what"], why)))
+        yield f"  before   {line} (outage {found.id})"
+        if why:
+            yield f"  because  {why}"
+        if data["cost"]:
+            yield f"  cost     {data['cost_words']}"
+
+    # -- changes -------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Look from now on, until `stop()`."""
+        self._timers = Timers(self._clock)
+        self._unsubscribe = self._recorder.subscribe(self._note_failure)
+        self._look_again()
+
+    def stop(self) -> None:
+        """Stop looking: what the stop of the service breaks is no incident."""
+        if self._timers is not None:
+            self._timers.cancel_all()
+        self._unsubscribe()
+        self._stopped = True
+
+    def report(self, part: str, before: Status, state: Status, detail: str) -> None:
+        """Take the health of a part."""
+        if self._stopped:
+            return
+        self._details[part] = detail
+        if before in ("waiting", "sleeping") and state == "starting":
+            self._worked_at.pop(part, None)  # it takes over, or wakes up: nothing has failed
+        elif before in WORKING and state not in WORKING:
+            self._worked_at[part] = self._clock.monotonic()
+        if before != state and self._timers is not None:
+            self.look()
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether there is an incident now."""
+        return bool(self._incidents.open())
+
+    def strikes(self, fault: str | None) -> None:
+        """Note which fault the demo causes now; incidents that begin meanwhile are named for it."""
+        self._incidents.fault = fault
+
+    def incident_by(self, fault: str, since: float) -> dict[str, Any] | None:
+        """Return the incident of a fault of the demo that began after this time, if any."""
+        found = self._incidents.by_fault(fault, since)
+        return None if found is None else as_data(found, self._now())
+
+    def subscribe(self, changed: Callable[[list[dict[str, Any]]], None]) -> Callable[[], None]:
+        """Call back with each list of incidents that have changed; return how to unsubscribe."""
+        self._subscribers.append(changed)
+        return lambda: self._subscribers.remove(changed)
+
+    # -- looking -------------------------------------------------------------------------------
+
+    def look(self) -> None:
+        """Judge all parts and servers now."""
+        if self._stopped:
+            return
+        now, wall = self._clock.monotonic(), self._clock.wall() - self._clock.monotonic()
+        systems = self._systems_of_parts()
+        seen = {part: self._observed(part, systems.get(part, ()), now) for part in self._ties}
+        before = self._judged
+        self._judged = judge(seen, self._ties, self._runs, now)
+        for node, each in self._judged.items():
+            if node not in before or before[node].state != each.state:
+                self._since[node] = now
+        self._incidents.count(now, self._costs)
+        changed = self._incidents.update(
+            now, wall, self._judged, needed(seen, self._ties, self._runs), self._costs
+        )
+        self._add_failures(now)
+        self._log_outages(now)
+        if changed:
+            found = self._now()
+            data = [as_data(each, found) for each in changed]
+            for tell in tuple(self._subscribers):
+                tell(data)
+
+    def _look_again(self) -> None:
+        assert self._timers is not None
+        began = self._clock.monotonic()
+        try:
+            self.look()
+        finally:
+            now = self._clock.monotonic()
+            pause = max(LOOK, PAUSE * (now - began))
+            self._timers.set("look", now + pause, self._look_again)
+
+    def _observed(self, part: str, systems: Sequence[System], now: float) -> Observed:
+        conditions = self._monitor.conditions()
+        health = self._health.states(conditions)[part]
+        if health in WORKING:
+            self._worked_at[part] = now
+        links = [self._known(part, link) for each in systems for link in _call(each, "links", ())]
+        callers = [_call(each, "hanging", Callers()) for each in systems]
+        facts = (_call(each, "fact", "") for each in systems)
+        detail = self._details.get(part, "")
+        return Observed(
+            health,
+            detail,
+            # What begins degraded, and stays so, works in part.
+            worked=part in self._worked_at or (health == "degraded" and now - self._began > NEW),
+            says=self._health.says(part),
+            links=links,
+            callers=Callers(
+                sum(each.number for each in callers),
+                max((each.longest for each in callers), default=0.0),
+            ),
+            fact=next(filter(None, facts), ""),
+            worked_at=self._worked_at.get(part) or self._health.since(part, conditions),
+            follows=self._incidents.follows(part, now),
+        )
+
+    def _known(self, part: str, link: Link) -> Link:
+        """Return a link, to the only server that the part is known to need if it names another."""
+        ties = self._ties[part]
+        servers = [each for each in ties if each not in self._ties and each not in self._runs]
+        if link.server in self._runs or link.server in ties or len(servers) != 1:
+            return link
+        return link._replace(server=servers[0])
+
+    def _systems_of_parts(self) -> dict[str, list[System]]:
+        found: dict[str, list[System]] = {}
+        for path, system in list(self._systems.items()):
+            found.setdefault(path.split("/")[1], []).append(system)
+        return found
+
+    def _costs(self) -> dict[str, Counter[str]]:
+        systems = self._systems_of_parts()
+        return {part: costs_of(found) for part, found in systems.items()}
+
+    def _fresh(self) -> Now:
+        self.judged()
+        return self._now()
+
+    def _now(self) -> Now:
+        now = self._clock.monotonic()
+        status = self._monitor.status()
+        return Now(
+            self._judged,
+            self._incidents.all(now),
+            now,
+            self._clock.wall() - now,
+            self._began,
+            started=self._started(),
+            ready=status in READY_STATES,
+            parts=self._ties,
+            required=self._health.required,
+            keeping=self._keeping,
+        )
+
+    def _note_failure(self, event: Event) -> None:
+        """Keep a failure until the next look; may be called from any thread."""
+        if event.kind == "failure":
+            self._failures.append(event)
+
+    def _add_failures(self, now: float) -> None:
+        """Add recorded failures to the incident of their part, which may be noticed later."""
+        for event in list(self._failures):
+            names = (event.component, *event.component.split("/")[:2])
+            part = next((each for each in names if each in self._ties), None)
+            why = event.because[0] if event.because else event.text
+            known = part is not None and self._incidents.failed(part, now, why)
+            if known or part is None or now - event.at > RECENT:
+                self._failures.remove(event)
+
+    def _log_outages(self, now: float) -> None:
+        """Log each incident when its root has been found, and when it is over."""
+        for incident in self._incidents.all(now)[:FAILURES]:
+            done = self._logged.get(incident.id, "")
+            if done == "over" or (incident.ended is None and done):
+                continue
+            data = as_data(incident, self._now())
+            number, what = incident.id, data["what"]
+            if not done and (incident.ended is not None or now - incident.noticed >= SETTLE):
+                self._logged[number] = "begun"
+                log.warning("outage %d: %s", number, ": ".join(filter(None, (what, data["why"]))))
+            if incident.ended is not None and now - incident.ended >= SETTLE:
+                self._logged[number] = "over"
+                lasted, cost = span(data["lasted"]), data["cost_words"]
+                log.info("outage %d is over after %s: %s; %s", number, lasted, what, cost)
+
+
+def _call(system: System, name: str, otherwise: Any) -> Any:
+    """Call a method that a system may have."""
+    method = getattr(system, name, None)
+    if method is None:
+        return otherwise
+    try:
+        return method()
+    except Exception as error:
+        log.warning("the %s() of a part failed: %s", name, describe(error))
+        return otherwise

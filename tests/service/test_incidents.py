@@ -1,0 +1,384 @@
+"""The incidents of a service: roots, lengths, causes, costs, and the words for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.kernel.fake_clock import NOON, FakeClock
+
+from moored.kernel import Callers, Link, Recorder, StatusMonitor, Tree
+from moored.service._health import PartHealth, Status
+from moored.service._truth import Truth
+
+pytestmark = pytest.mark.pure
+
+DB, GRPC = "10.0.0.1:5432", "10.0.0.2:50051"
+TIES = {
+    "server": [],
+    "db": [DB],
+    "postgres": [DB],
+    "live": ["postgres"],
+    "load": ["db", "grpc", "chat"],
+    "grpc-server": [],
+    "grpc": [GRPC],
+    "chat": [],
+}
+
+
+class Pool:
+    """The system of a part, with a link to one server."""
+
+    def __init__(self, clock: FakeClock, server: str, **link: Any) -> None:
+        self._clock = clock
+        self.link = Link(server, True, 0.0, **link)
+        self.hears = True
+        self.callers = Callers()
+        self.lost = 0
+
+    def links(self) -> list[Link]:
+        if self.hears:
+            self.link = self.link._replace(heard_at=self._clock.monotonic())
+        return [self.link]
+
+    def lose(self, *, silent: bool = False, why: str = "reset by peer") -> None:
+        self.hears = False
+        self.link = self.link._replace(up=False, silent=silent, why=why)
+
+    def find(self) -> None:
+        self.hears = True
+        self.link = self.link._replace(up=True, silent=False, why="")
+
+    def hanging(self) -> Callers:
+        return self.callers
+
+    def costs(self) -> Counter[str]:
+        return Counter({"reads failed": self.lost})
+
+    def statistics(self) -> dict[str, Any]:
+        return {}
+
+    def explain(self) -> str:
+        return ""
+
+    def tree(self) -> Tree:
+        return Tree("", "running", 0.0)
+
+
+class World:
+    """The parts of the demo, in virtual time; a look every quarter of a second."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        health = PartHealth(
+            {part: (f"{part}_ready",) for part in TIES}, optional=["live", "grpc", "chat"]
+        )
+        self.recorder = Recorder(clock=self.clock)
+        conditions = [f"{part}_ready" for part in TIES]
+        self.monitor: StatusMonitor[Status] = StatusMonitor(
+            conditions, health.status, clock=self.clock, recorder=self.recorder
+        )
+        self.db = Pool(self.clock, DB, kind="PostgreSQL")
+        self.stream = Pool(self.clock, DB, kind="PostgreSQL", of="change stream")
+        self.grpc = Pool(self.clock, GRPC, kind="gRPC server")
+        systems = {
+            "app/db/pool": self.db,
+            "app/postgres/manager": self.stream,
+            "app/grpc/channel": self.grpc,
+        }
+        self.health = health
+        self.truth = Truth(
+            health,
+            self.monitor,
+            self.recorder,
+            self.clock,
+            ties=TIES,
+            runs={DB: "server", GRPC: "grpc-server"},
+            systems=systems,
+            keeping=["postgres", "live"],
+            started=lambda: True,
+        )
+        for part in TIES:
+            self.report(part, "active")
+        self.wait(2.0)
+
+    def report(self, part: str, state: Status, detail: str = "") -> None:
+        before = self.health.states(self.monitor.conditions())[part]
+        self.health.report(part, state, self.clock.monotonic())
+        self.truth.report(part, before, state, detail)
+
+    def wait(self, seconds: float) -> None:
+        for _ in range(round(seconds / 0.25)):
+            self.clock.advance(0.25)
+            self.truth.look()
+
+    @property
+    def now(self) -> dict[str, Any]:
+        """The newest incident."""
+        return self.truth.incidents()[0]
+
+    def states(self) -> dict[str, str]:
+        return {n: j.state for n, j in self.truth.judged().items() if j.state != "works"}
+
+
+def test_a_silent_server_is_one_incident_that_begins_with_its_last_sign_of_life() -> None:
+    it = World()
+    it.db.hears = it.stream.hears = False
+    it.wait(3.0)
+    assert it.truth.incidents() == []
+    it.db.lose(silent=True)
+    it.wait(1.0)
+    it.stream.lose(silent=True)
+    it.wait(2.0)
+    (found,) = it.truth.incidents()
+    assert (found["id"], found["root"], found["state"]) == (1, "server", "down")
+    assert found["what"] == "PostgreSQL does not answer"
+    assert found["sign_of_life"] == NOON + 2.0
+    assert found["noticed"] == NOON + 5.25
+    assert found["lasted"] == 6.0
+    waits = dict.fromkeys(("db", "postgres", "live", "load"), "waits")
+    assert it.states() == {"server": "down", **waits}
+    assert found["parts"]["server"] == [[NOON + 2, None, "down"]]
+    assert set(found["parts"]) == {"server", *waits}
+    it.db.find()
+    it.stream.find()
+    it.wait(0.25)
+    (over,) = it.truth.incidents()
+    assert over["lasted"] == 6.25
+    assert over["what"] == "PostgreSQL did not answer"
+    assert over["parts"]["db"] == [[NOON + 2, NOON + 8.25, "waits"]]
+    assert it.states() == {}
+    it.wait(5.0)
+    assert it.truth.incidents()[0]["lasted"] == 6.25
+
+
+def test_the_root_moves_to_the_server_when_that_turns_out_to_be_down() -> None:
+    it = World()
+    it.stream.lose()
+    it.wait(0.25)
+    assert (it.now["root"], it.now["what"]) == (
+        "postgres",
+        "postgres has lost its change stream to PostgreSQL",
+    )
+    it.report("server", "starting", "it has ended with status 0")
+    it.wait(0.25)
+    (found,) = it.truth.incidents()
+    assert (found["id"], found["root"]) == (1, "server")
+    assert found["what"] == "PostgreSQL has ended, and is coming back"
+    assert found["why"] == "It has ended with status 0."
+    assert found["do"] == {"text": "Nothing: Moored starts it again.", "command": None, "note": ""}
+    assert next(iter(found["parts"])) == "server"
+    # It is back, and the stream follows a second later: that is the same incident.
+    it.report("server", "active")
+    it.wait(1.0)
+    assert it.states() == {"postgres": "waits", "live": "waits"}
+    it.stream.find()
+    it.wait(0.25)
+    assert it.now["lasted"] == 1.75
+    assert [words for _, words in it.now["steps"]] == [
+        "postgres has lost its change stream to PostgreSQL",
+        "live waits for postgres",
+        "PostgreSQL has ended, and is coming back",
+        "db waits for PostgreSQL",
+        "postgres waits for PostgreSQL",
+        "load waits for db",
+        "PostgreSQL works again",
+        "db works again",
+        "load works again",
+        "postgres works again",
+        "live works again",
+        "all work again, after 1.8 s",
+    ]
+
+
+def test_an_incident_whose_root_moves_begins_with_the_last_sign_of_life_of_the_new_root() -> None:
+    it = World()
+    it.db.hears = it.stream.hears = False
+    it.wait(3.0)
+    it.report("live", "degraded", "events arrive late")
+    it.wait(1.0)
+    assert (it.now["root"], it.now["sign_of_life"]) == ("live", NOON + 5.0)
+    it.db.lose(silent=True)
+    it.stream.lose(silent=True)
+    it.wait(0.25)
+    (found,) = it.truth.incidents()
+    assert (found["root"], found["sign_of_life"], found["lasted"]) == ("server", NOON + 2, 4.25)
+    assert found["parts"]["server"] == [[NOON + 2, None, "down"]]
+
+
+def test_what_does_not_come_back_after_its_root_is_named_in_the_answer() -> None:
+    it = World()
+    it.report("server", "starting", "ended")
+    it.stream.lose(why="the slot is gone")
+    it.wait(1.0)
+    it.report("server", "active")
+    it.wait(11.0)
+    assert it.states() == {"postgres": "down", "live": "waits"}
+    answer = it.truth.answer()
+    assert (answer["node"], answer["incident"]) == ("postgres", 1)
+    assert answer["what"] == "postgres has lost its change stream to PostgreSQL."
+    assert len(it.truth.incidents()) == 1
+
+
+def test_two_faults_without_a_common_server_are_two_incidents() -> None:
+    it = World()
+    it.report("server", "starting", "ended")
+    it.report("grpc-server", "starting", "killed")
+    it.wait(1.0)
+    second, first = it.truth.incidents()
+    assert (first["root"], second["root"]) == ("server", "grpc-server")
+    assert set(second["parts"]) == {"grpc-server", "grpc", "load"}
+    assert set(first["parts"]) == {"server", "db", "postgres", "live", "load"}
+    answer = it.truth.answer()
+    assert answer["node"] == "server"
+    assert answer["also"] == ["gRPC server has ended, and is coming back"]
+    it.report("grpc-server", "active")
+    it.wait(0.25)
+    second, first = it.truth.incidents()
+    assert second["ended"] is not None
+    assert first["ended"] is None
+    assert second["parts"]["load"][-1][1] is not None
+    assert "load" in it.truth.answer()["waits"]
+
+
+def test_a_fault_of_something_that_shares_a_server_joins_the_incident() -> None:
+    it = World()
+    it.stream.lose()
+    it.wait(0.5)
+    it.db.callers = Callers(3, 2.0)
+    it.wait(0.5)
+    (found,) = it.truth.incidents()
+    assert found["root"] == "postgres"
+    assert found["waiting"] == {
+        "number": 3,
+        "longest": 2.0,
+        "words": "3 requests wait, the longest for 2.0 s",
+    }
+    assert found["parts"]["db"][-1][2] == "degraded"
+
+
+def test_while_it_lasts_the_root_is_described_as_it_is_now_and_later_as_at_worst() -> None:
+    it = World()
+    it.report("chat", "starting", "it failed")
+    it.wait(0.5)
+    it.report("chat", "degraded", "1 item parked")
+    it.wait(0.5)
+    assert it.truth.sentence() == "chat works only in part: 1 item parked."
+    it.report("chat", "active")
+    it.wait(0.5)
+    assert (it.now["what"], it.now["why"]) == ("chat failed", "It failed.")
+
+
+def test_trouble_that_returns_at_once_is_the_same_incident_and_later_another() -> None:
+    it = World()
+    for pause in (1.0, 5.0):
+        it.stream.lose()
+        it.wait(0.5)
+        it.stream.find()
+        it.wait(pause)
+    assert len(it.truth.incidents()) == 1
+    (first,) = it.truth.incidents()
+    it.stream.lose()
+    it.wait(0.5)
+    assert [each["id"] for each in it.truth.incidents()] == [2, 1]
+    assert it.truth.totals() == ({"postgres": 1}, {"postgres": first["lasted"]}, 0.5)
+
+
+def test_the_cost_of_an_incident_is_counted_from_the_last_sign_of_life() -> None:
+    it = World()
+    it.db.lost = 7
+    it.wait(3.0)
+    it.db.hears = it.stream.hears = False
+    it.wait(2.5)
+    it.db.lost += 1  # before it was noticed
+    it.grpc.lost += 5  # of a part that is not affected
+    it.wait(0.5)
+    it.db.lose(silent=True)
+    it.stream.lose(silent=True)
+    it.wait(1.0)
+    it.db.lost += 2
+    it.wait(0.25)
+    assert (it.now["cost"], it.now["cost_words"]) == ({"reads failed": 3}, "3 reads failed")
+    it.db.find()
+    it.stream.find()
+    it.wait(0.25)
+    it.db.lost += 100  # after it
+    it.wait(1.0)
+    assert it.now["cost"] == {"reads failed": 3}
+
+
+def test_a_restart_is_no_incident_before_a_part_has_worked_nor_after_standing_by() -> None:
+    it = World()
+    it.report("chat", "waiting", "standby of another")
+    it.report("chat", "starting", "it takes over")
+    it.wait(1.0)
+    assert it.states() == {"chat": "starting"}
+    assert it.truth.incidents() == []
+
+
+def test_the_answer_names_root_time_reason_waiting_cost_and_what_to_do() -> None:
+    it = World()
+    it.db.hears = it.stream.hears = False
+    it.wait(3.0)
+    it.db.lose(silent=True)
+    it.wait(12.25)
+    it.db.callers = Callers(6, 15.2)
+    it.truth.look()
+    answer = it.truth.answer()
+    assert answer["what"] == "PostgreSQL does not answer."
+    assert (answer["state"], answer["node"], answer["incident"]) == ("down", "server", 1)
+    assert (answer["since"], answer["lasted"]) == (NOON + 2, 15.25)
+    assert answer["why"].startswith("Connections stay open but nothing arrives: ")
+    assert answer["waits"] == ["db", "postgres", "live", "load"]
+    assert answer["keeps"] == "No change is lost."
+    assert answer["cost"] == "6 requests wait, the longest for 15.2 s; none has failed yet"
+    assert answer["do"] == {
+        "text": "Look at the server:",
+        "command": "moored explain server",
+        "note": "Moored connects again by itself.",
+    }
+    assert it.truth.sentence().startswith("PostgreSQL does not answer: Connections stay open")
+    assert it.truth.sentence().endswith(" Waiting for it: db, postgres, live, load.")
+    lines = list(it.truth.outage_of("db"))
+    assert lines[0].startswith("  before   db waited for PostgreSQL since ")
+    assert lines[0].endswith(", for 15.2 s (outage 1)")
+    assert list(it.truth.outage_of("chat")) == []
+
+
+def test_if_all_works_the_answer_says_for_how_long_and_what_was_last() -> None:
+    it = World()
+    assert it.truth.answer()["sub"] == "8 parts, all well for 2.0 s."
+    it.stream.lose(why="ended by an administrator")
+    it.wait(1.25)
+    it.stream.find()
+    it.wait(125.25)
+    answer = it.truth.answer()
+    assert (answer["state"], answer["what"]) == ("works", "Everything works.")
+    assert answer["sub"].startswith("8 parts, all well for 2 min 5 s. The last outage was at ")
+    ending = ": postgres lost its change stream to PostgreSQL, 1.5 s, nothing failed."
+    assert answer["sub"].endswith(ending)
+    assert it.truth.sentence() == "Everything works: 8 parts."
+
+
+async def test_failures_of_a_part_are_steps_of_its_incident() -> None:
+    it = World()
+    it.truth.start()
+    it.stream.lose()
+    it.wait(0.25)
+    for why in ("refused", "refused again", "refused", "reset by peer"):
+        it.recorder.record("db", "could not connect", kind="failure", cause=why)
+        it.recorder.record("postgres", "could not connect", kind="failure", cause=why)
+        it.wait(0.25)
+    steps = [text for _, text in it.now["steps"]]
+    assert steps[-2:] == ["postgres: refused", "postgres: refused again"]
+    assert not any(text.startswith("db ") for text in steps)
+    it.truth.stop()
+
+
+def test_after_the_stop_nothing_is_an_incident() -> None:
+    it = World()
+    it.truth.stop()
+    it.report("server", "starting", "it has stopped")
+    it.wait(1.0)
+    assert it.truth.incidents() == []
