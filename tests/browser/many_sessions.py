@@ -1,4 +1,4 @@
-"""An app with many sessions, 1,000 at full scale, and the server of their accounts."""
+"""An app with many sessions, 2,000 at full scale, and the server of their accounts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from moored.testing.demo import Demo, DemoServer
 
 __all__ = ["SESSIONS", "app"]
 
-SESSIONS = scaled(1000, least=200)
+SESSIONS = scaled(2000, least=200)
 
 app = moored.App("crowd")
 # The sign-in takes longer than the time after which missing sessions are an incident.

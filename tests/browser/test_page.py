@@ -15,6 +15,7 @@ from tests.browser.marked_up import MARKUP
 from tests.service.support import Running, running
 
 from moored.embedded import SyncEmbeddedPostgres
+from moored.testing import scaled
 
 ROOT = Path(__file__).parents[2]
 SAYS = "document.querySelector('#main .big')?.innerText ?? ''"
@@ -154,7 +155,7 @@ def test_the_first_paint_shows_what_was_before_the_page_was_opened(
     service: Running, page: Page
 ) -> None:
     began = service.get("/v1/history?span=120").json()
-    old = 8.0
+    old = float(scaled(600, least=8))
     while began["now"] - began["began"] < old:
         time.sleep(0.5)
         began = service.get("/v1/history?span=120").json()

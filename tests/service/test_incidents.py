@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from typing import Any
 
 import pytest
 from tests.kernel.fake_clock import NOON, FakeClock
+from tests.leases.virtual import in_virtual_time
 
-from moored.kernel import Callers, Link, Recorder, StatusMonitor, Tree
+from moored.kernel import Callers, Clock, Link, Recorder, StatusMonitor, Tree
 from moored.service._health import PartHealth, Status
 from moored.service._truth import Truth
+from moored.testing import Sim
 
 pytestmark = pytest.mark.pure
 
@@ -120,6 +123,35 @@ class World:
 
     def states(self) -> dict[str, str]:
         return {n: j.state for n, j in self.truth.judged().items() if j.state != "works"}
+
+
+class CountedLooks(Truth):
+    looks = 0
+
+    def look(self) -> None:
+        self.looks += 1
+        super().look()
+
+
+@in_virtual_time
+async def test_reports_of_many_parts_at_once_are_judged_once(sim: Sim) -> None:
+    names = [f"part-{number}" for number in range(500)]
+    health = PartHealth({name: (f"{name}_ready",) for name in names})
+    clock = Clock.current()
+    recorder = Recorder(clock=clock)
+    monitor: StatusMonitor[Status] = StatusMonitor(
+        [f"{name}_ready" for name in names], health.status, clock=clock, recorder=recorder
+    )
+    truth = CountedLooks(health, monitor, recorder, clock, ties={name: [] for name in names})
+    truth.start()
+    truth.looks = 0
+    for name in names:
+        health.report(name, "active", clock.monotonic())
+        truth.report(name, "starting", "active", "")
+    await asyncio.sleep(0.1)
+    assert truth.looks == 1
+    assert {each.state for each in truth.judged().values()} == {"works"}
+    truth.stop()
 
 
 def test_a_silent_server_is_one_incident_that_begins_with_its_last_sign_of_life() -> None:

@@ -55,6 +55,23 @@ def test_servers_are_on_the_right_and_listeners_on_the_left() -> None:
     ]
 
 
+def test_lanes_are_grouped_by_server_and_what_is_needed_is_above() -> None:
+    assert map_of(SHOP).lanes() == [
+        ["server", "postgres", "search", "live", "db", "web"],
+        ["grpc:50051", "grpc"],
+    ]
+    assert map_of([part("a"), part("b", "component", "a"), part("c")]).lanes() == [
+        ["a", "b"],
+        ["c"],
+    ]
+
+
+def test_lanes_have_each_part_of_a_stack_once() -> None:
+    parts = [part(f"pool {number}", "pool", "db:5432") for number in range(7)]
+    (lane,) = map_of(parts).lanes()
+    assert lane == ["db:5432", *(each.name for each in parts)]
+
+
 def test_a_server_is_the_part_that_runs_it_and_a_need_that_another_implies_is_left_out() -> None:
     graph = graph_of(SHOP)
     assert graph.needs["db"] == ["server"]
@@ -139,7 +156,8 @@ def test_parts_that_need_each_other_are_drawn() -> None:
 
 
 def test_a_service_without_parts_has_an_empty_map() -> None:
-    assert map_of([]).as_dict((), {}) == {"layers": 0, "rows": 0, "nodes": [], "edges": []}
+    empty = {"layers": 0, "rows": 0, "nodes": [], "edges": [], "lanes": []}
+    assert map_of([]).as_dict((), {}) == empty
 
 
 def test_two_thousand_nodes_are_at_most_48_on_the_map() -> None:

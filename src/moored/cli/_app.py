@@ -7,7 +7,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, Any
 
@@ -38,6 +38,7 @@ from . import (
 from ._client import CommandFailed, UnknownComponent
 from ._options import ConfigFile, Json, configurable
 from ._running import Token, Url, client_for
+from ._timeline import Timeline
 
 __all__ = ["app", "run"]
 
@@ -179,24 +180,28 @@ def status(url: Url = None, admin_token: Token = None, as_json: Json = False) ->
 def top(
     url: Url = None, admin_token: Token = None, interval: Interval = 1.0, as_json: Json = False
 ) -> int:
-    """Show a running service, as `status` does, anew every second, until Ctrl-C.
+    """Show a running service, as `status` does, with a timeline, anew every second, until Ctrl-C.
 
     Where the output is no terminal, and with `--json`, it is shown once. Example:
 
         moored top --interval 5
     """
     client, console = client_for(url, admin_token), Console(highlight=False)
+
+    def shown(state: Mapping[str, Any]) -> RenderableType:
+        return _show.status(state, client.url, Timeline(state, client.lanes()))
+
     if as_json or not console.is_terminal:
         state = client.status()
-        _show.show(state, as_json, lambda out: out.print(_show.status(state, client.url)))
+        _show.show(state, as_json, lambda out: out.print(shown(state)))
         return 0
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                shown: RenderableType = _show.status(client.status(), client.url)
+                now = shown(client.status())
             except CommandFailed as error:
-                shown = f"{error}; trying again"
-            live.update(shown, refresh=True)
+                now = f"{error}; trying again"
+            live.update(now, refresh=True)
             time.sleep(interval)
 
 

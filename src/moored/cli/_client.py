@@ -50,6 +50,11 @@ class Client:
         """Return the whole state."""
         return self._call("/v1/status")
 
+    def lanes(self) -> list[list[str]]:
+        """Return the parts and servers in the order of the timeline, grouped by server."""
+        found: list[list[str]] = self._call("/v1/map")["lanes"]
+        return found
+
     def explain(self, component: str) -> dict[str, Any]:
         """Return why a component is in its present state; raises `UnknownComponent`."""
         return self._call(f"/v1/explain/{quote(component)}")

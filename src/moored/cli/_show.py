@@ -59,8 +59,8 @@ def table(*titles: str) -> Table:
     return made
 
 
-def status(state: Mapping[str, Any], url: str) -> Group:
-    """Return the status in one line, then the conditions, the machines and the tree."""
+def status(state: Mapping[str, Any], url: str, *more: RenderableType) -> Group:
+    """Return the status in one line, then `more`, the conditions, the machines and the tree."""
     answer = state.get("answer", {})
     word = answer.get("state", state["status"])
     verb, _, word = _HEADS.get(word, f"is {word}").rpartition(" ")
@@ -71,7 +71,8 @@ def status(state: Mapping[str, Any], url: str) -> Group:
     if sentence := state.get("sentence"):
         parts.append(Text(sentence))
     parts += [Text(f"  {label:<8} {words}") for label, words in answer.get("lines", ())]
-    parts += [Text(), _conditions(state["conditions"])]
+    for each in (*more, _conditions(state["conditions"])):
+        parts += [Text(), each]
     for machine in state["machines"]:
         at = f"{machine['doing']} for {duration(machine['for'])}"
         parts.append(Text(f"  {machine['name']}  {at}"))

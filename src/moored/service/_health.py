@@ -94,9 +94,10 @@ class PartHealth:
 
     def worst_of(self, parts: Iterable[str], conditions: Mapping[str, Condition]) -> Status:
         """Return the worst health of these parts."""
-        states = self.states(conditions)
-        return worst(states[part] for part in parts)
+        return worst(self._state(part, conditions) for part in parts)
 
     def _state(self, part: str, conditions: Mapping[str, Condition]) -> Status:
+        if (reported := self._reported.get(part)) is not None:
+            return reported[0]
         met = all(conditions[name].met for name in self._parts[part])
-        return self._reported.get(part, ("active" if met else "starting", 0.0))[0]
+        return "active" if met else "starting"

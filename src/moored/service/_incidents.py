@@ -105,6 +105,8 @@ class Incidents:
     def __init__(self, words: Words) -> None:
         self._words = words
         self._all: deque[Incident] = deque(maxlen=MOST)
+        #: Those that have not ended.
+        self._open: list[Incident] = []
         self._number = 0
         #: Of incidents that are no longer kept: their number and their seconds, by root.
         self._numbers: Counter[str] = Counter()
@@ -125,8 +127,8 @@ class Incidents:
         ]
 
     def open(self) -> list[Incident]:
-        """Return the incidents that have not ended, the oldest first."""
-        return [each for each in self._all if each.ended is None]
+        """Return the incidents that have not ended."""
+        return list(self._open)
 
     def of(self, node: str) -> Incident | None:
         """Return the incident that affects a part or server now."""
@@ -142,8 +144,9 @@ class Incidents:
 
     def follows(self, node: str, now: float) -> str | None:
         """Return the root that a node has waited for, while it may still be coming back."""
-        for each in self.open():
-            waits = node in each.affected() and each.spans[node][-1].state == "waits"
+        for each in self._open:
+            spans = each.spans.get(node)
+            waits = spans and spans[-1].end is None and spans[-1].state == "waits"
             if waits and (each.root_back is None or now - each.root_back < GRACE):
                 return each.root
         return None
@@ -180,20 +183,20 @@ class Incidents:
         now: float,
         wall: float,
         judged: Mapping[str, Judged],
-        needs: Mapping[str, Collection[str]],
+        needs: Callable[[], Mapping[str, Collection[str]]],
         costs: Callable[[], Costs],
     ) -> list[Incident]:
         """Take the judgements of all nodes; return the incidents that have changed.
 
-        :param needs: of each node, all nodes that it needs, also indirectly.
+        :param needs: returns all nodes that each node needs, also indirectly.
         :param wall: what to add to `now`, to get seconds since 1970.
         """
         changed: dict[int, Incident] = {}
-        before = {each.id: _shape(each) for each in self._all if each.ended is None}
+        before = {each.id: _shape(each) for each in self._open}
         self._follow_roots(judged, now)
         bad = {node: each for node, each in judged.items() if each.state in BAD and each.roots}
         for root in dict.fromkeys(root for each in bad.values() for root in each.roots):
-            incident = self._incident(root, now, wall, judged, needs)
+            incident = self._incident(root, now, wall, judged, needs())
             self._describe(incident, root, judged)
             mine = (node for node, each in bad.items() if root in each.roots)
             for node in sorted(mine, key=lambda each: each != root):
@@ -224,7 +227,9 @@ class Incidents:
             if each.ended is not None and each.fault != self.fault:
                 continue  # the demo breaks something else
             if root in each.spans or mine & {each.root, *needs.get(each.root, ())}:
-                each.ended = None
+                if each.ended is not None:
+                    each.ended = None
+                    self._open.append(each)
                 return each
         at = judged[root].heard_at
         at = now if at is None else min(at, now)
@@ -234,6 +239,7 @@ class Incidents:
         if len(self._all) == MOST:
             _add(self._all[0], self._numbers, self._seconds)
         self._all.append(found)
+        self._open.append(found)
         return found
 
     def _costs_before(self, at: float) -> Costs:
@@ -274,6 +280,7 @@ class Incidents:
         other.fault = other.fault or incident.fault
         other.steps = sorted([*incident.steps, *other.steps])[:STEPS]
         self._all.remove(incident)
+        self._open.remove(incident)
 
     def _describe(self, incident: Incident, root: str, judged: Mapping[str, Judged]) -> None:
         """Keep the judgement of the root that says most."""
@@ -322,6 +329,7 @@ class Incidents:
                     incident.step(now, f"{self._words(node, judged)[1]} works again")
         if not incident.affected() and incident.ended is None:
             incident.ended = now
+            self._open.remove(incident)
             incident.step(now, f"all work again, after {span(incident.lasted(now))}")
 
     def _belongs(self, incident: Incident, node: str, bad: Mapping[str, Judged]) -> bool:

@@ -240,22 +240,21 @@ class _Judgement:
             state = "works"  # nothing is lost: a pool opens other connections
         fact = (seen.fact if state == "works" else "") or seen.detail
         good = Judged(state, fact, heard_at=at, callers=seen.callers)
-        if state in ("standby", "asleep"):
+        lost = [each for each in seen.links if each.up is False and seen.worked]
+        hang = seen.callers.number > 0 and seen.callers.longest > MOMENT
+        if state in ("standby", "asleep") or (state == "works" and not lost and not hang):
             return good
         bad = replace(good, roots=(part,), why=seen.detail)
-        lost = [each for each in seen.links if each.up is False and seen.worked]
         vital = [each for each in lost if each.vital]
         if state == "down" or vital:
             return self._down(seen, vital, bad)
-        if seen.callers.number and seen.callers.longest > MOMENT:
+        if hang:
             at = self._now - seen.callers.longest
             fact = waiting_words(seen.callers)
             return replace(bad, state="degraded", fact=fact, heard_at=at, how="callers")
         if lost:
             return replace(_lost(lost, bad), state="degraded")
-        if state == "degraded":
-            return replace(bad, fact=seen.detail or "works only in part", how="degraded")
-        return good
+        return replace(bad, fact=seen.detail or "works only in part", how="degraded")
 
     def _down(self, seen: Observed, lost: Sequence[Link], bad: Judged) -> Judged:
         if lost:

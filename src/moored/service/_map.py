@@ -84,7 +84,26 @@ class Map:
                 for needed in self.needs[user]
                 if self.layout.layer[user] != self.layout.layer[needed]
             ],
+            "lanes": self.lanes(),
         }
+
+    def lanes(self) -> list[list[str]]:
+        """Return the parts and servers by server: a server, then what needs it, and so on."""
+        drawn, groups = self.layout, []
+        # As they are on the map, but from the right.
+        left = sorted(
+            (each for each in self.units.values() if each.members[0].role != "outside"),
+            key=lambda each: (-drawn.layer[each.id], drawn.place[each.id]),
+        )
+        while left:
+            group, more = list[str](), left[:1]
+            while more:
+                if (unit := more.pop(0)) in left:
+                    left.remove(unit)
+                    group += [node.id for node in unit.members]
+                    more[:0] = [user for user in left if unit.id in self.needs[user.id]]
+            groups.append(group)
+        return groups
 
     def _node(self, unit: Unit, mains: Mapping[str, str]) -> dict[str, Any]:
         first = unit.members[0]

@@ -9,9 +9,20 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-from moored.kernel import Callers, Clock, Event, Link, Recorder, StatusMonitor, Timers, describe
+from moored.kernel import (
+    Callers,
+    Clock,
+    Condition,
+    Event,
+    Link,
+    Recorder,
+    StatusMonitor,
+    Timers,
+    describe,
+)
 
 from ._health import READY_STATES, WORKING, PartHealth, Status
 from ._incidents import Incidents
@@ -26,13 +37,16 @@ log = logging.getLogger("moored.service")
 
 #: Seconds between two looks, and the least pause as a multiple of the time that one takes.
 LOOK = 0.25
-PAUSE = 20.0
+PAUSE = 50.0
+#: The same for a look after a report.
+REST = 4.0
 #: Seconds after the start in which what is degraded has not begun yet.
 NEW = 10.0
 #: Seconds until an incident is logged: its root may still be found.
 SETTLE = 0.5
 #: How parts fail whose own reports do not say why.
 BY_LINKS = ("silent", "unreachable", "lost", "waits", "follows", "callers")
+NONE = Callers()
 #: Failures that are kept until the next look.
 FAILURES = 50
 #: Seconds before an incident is noticed in which its failure may have been recorded.
@@ -85,6 +99,8 @@ class Truth:
         self._logged: dict[int, str] = {}
         self._failures: deque[Event] = deque(maxlen=FAILURES)
         self._timers: Timers | None = None
+        #: When the last look ended, and how long it took.
+        self._looked = self._took = 0.0
         self._unsubscribe: Callable[[], None] = lambda: None
         self._subscribers: list[Callable[[list[dict[str, Any]]], None]] = []
 
@@ -183,7 +199,7 @@ class Truth:
         elif before in WORKING and state not in WORKING:
             self._worked_at[part] = self._clock.monotonic()
         if before != state and self._timers is not None:
-            self.look()
+            self._look_soon()
 
     @property
     def is_broken(self) -> bool:
@@ -211,8 +227,12 @@ class Truth:
         if self._stopped:
             return
         now, wall = self._clock.monotonic(), self._clock.wall() - self._clock.monotonic()
-        systems = self._systems_of_parts()
-        seen = {part: self._observed(part, systems.get(part, ()), now) for part in self._ties}
+        systems, conditions = self._systems_of_parts(), self._monitor.conditions()
+        states = self._health.states(conditions)
+        seen = {
+            part: self._observed(part, states[part], conditions, systems.get(part, ()), now)
+            for part in self._ties
+        }
         before = self._judged
         self._judged = judge(seen, self._ties, self._runs, now)
         for node, each in self._judged.items():
@@ -220,7 +240,11 @@ class Truth:
                 self._since[node] = now
         self._incidents.count(now, self._costs)
         changed = self._incidents.update(
-            now, wall, self._judged, needed(seen, self._ties, self._runs), self._costs
+            now,
+            wall,
+            self._judged,
+            cache(lambda: needed(seen, self._ties, self._runs)),
+            self._costs,
         )
         self._add_failures(now)
         self._log_outages(now)
@@ -237,16 +261,29 @@ class Truth:
             self.look()
         finally:
             now = self._clock.monotonic()
-            pause = max(LOOK, PAUSE * (now - began))
-            self._timers.set("look", now + pause, self._look_again)
+            self._took, self._looked = now - began, now
+            self._timers.set("look", now + max(LOOK, PAUSE * self._took), self._look_again)
 
-    def _observed(self, part: str, systems: Sequence[System], now: float) -> Observed:
-        conditions = self._monitor.conditions()
-        health = self._health.states(conditions)[part]
+    def _look_soon(self) -> None:
+        """Look once for all parts that report now, however many there are."""
+        assert self._timers is not None
+        at = max(self._clock.monotonic(), self._looked + REST * self._took)
+        self._timers.set("look", at, self._look_again)
+
+    def _observed(
+        self,
+        part: str,
+        health: Status,
+        conditions: Mapping[str, Condition],
+        systems: Sequence[System],
+        now: float,
+    ) -> Observed:
         if health in WORKING:
             self._worked_at[part] = now
         links = [self._known(part, link) for each in systems for link in _call(each, "links", ())]
-        callers = [_call(each, "hanging", Callers()) for each in systems]
+        callers = [
+            each for each in (_call(each, "hanging", NONE) for each in systems) if each.number
+        ]
         facts = (_call(each, "fact", "") for each in systems)
         detail = self._details.get(part, "")
         return Observed(
@@ -256,10 +293,7 @@ class Truth:
             worked=part in self._worked_at or (health == "degraded" and now - self._began > NEW),
             says=self._health.says(part),
             links=links,
-            callers=Callers(
-                sum(each.number for each in callers),
-                max((each.longest for each in callers), default=0.0),
-            ),
+            callers=_all_of(callers) if callers else NONE,
             fact=next(filter(None, facts), ""),
             worked_at=self._worked_at.get(part) or self._health.since(part, conditions),
             follows=self._incidents.follows(part, now),
@@ -333,6 +367,10 @@ class Truth:
                 self._logged[number] = "over"
                 lasted, cost = span(data["lasted"]), data["cost_words"]
                 log.info("outage %d is over after %s: %s; %s", number, lasted, what, cost)
+
+
+def _all_of(callers: Sequence[Callers]) -> Callers:
+    return Callers(sum(each.number for each in callers), max(each.longest for each in callers))
 
 
 def _call(system: System, name: str, otherwise: Any) -> Any:

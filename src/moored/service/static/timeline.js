@@ -20,36 +20,9 @@ export const toOutage = (outage) => link({ at: outage === chosen() ? null : cloc
 
 // -- lanes
 
-// The lanes by server, the cause first: a server, then what needs it, then what needs that.
-let groupsOf = null;
-let groupsFrom = null;
-function groups() {
-  const { map } = model.state;
-  if (groupsFrom === map && groupsOf) return groupsOf;
-  const left = new Map(map.nodes.filter((each) => each.role !== "outside").map((each) => [each.id, each]));
-  const found = [];
-  const take = (node) => {
-    const group = [];
-    const next = [node];
-    while (next.length) {
-      const one = next.shift();
-      if (!left.delete(one.id)) continue;
-      group.push(...(one.stack ?? [one.id]));
-      next.unshift(...map.nodes.filter((each) => each.needs.includes(one.id) && left.has(each.id)));
-    }
-    return group;
-  };
-  const servers = map.nodes.filter((each) => each.role === "server").sort((a, b) => a.place - b.place);
-  for (const each of servers) if (left.has(each.id)) found.push(take(each));
-  const needsNone = (node) => !node.needs.some((id) => left.has(id));
-  while (left.size) found.push(take([...left.values()].find(needsNone) ?? left.values().next().value));
-  [groupsOf, groupsFrom] = [found.filter((each) => each.length), map];
-  return groupsOf;
-}
-
 function lanesOf(only, from) {
   const watched = (id) => stateOf(id) !== "unknown" || model.lanes[id]?.some(([, state]) => state !== "unknown");
-  const all = only ? [only] : groups().map((each) => each.filter(watched)).filter((each) => each.length);
+  const all = only ? [only] : model.state.map.lanes.map((each) => each.filter(watched)).filter((each) => each.length);
   const count = all.reduce((sum, each) => sum + each.length, 0);
   if (only || count <= MOST_LANES || "lanes" in address()) return { rows: all, more: 0 };
   const touched = new Set(model.outages.filter((each) => ended(each) > from).flatMap((each) => [each.root, ...Object.keys(each.parts)]));
