@@ -153,7 +153,7 @@ def test_an_outage_opens_by_its_pin_and_has_an_address(demo: Running, shown: Pag
     shown.evaluate("[...document.querySelectorAll('.incident')].at(-1).focus()")
     shown.press("Enter")
     shown.until("document.querySelector('.row[aria-expanded=true]')")
-    assert re.fullmatch(r"#at=\d\d%3A\d\d%3A\d\d", shown.evaluate("location.hash"))
+    assert re.fullmatch(r"#at=\d\d%3A\d\d%3A\d\d&outage=\d+", shown.evaluate("location.hash"))
     shown.until("document.querySelector('.story').innerText.includes('work again')")
     shown.evaluate("history.back()")
     shown.until("!document.querySelector('.row[aria-expanded=true]')")

@@ -104,6 +104,7 @@ def test_a_part_that_does_not_exist_is_said_to_be_missing(service: Running, page
 
 
 def test_the_keyboard_alone_reaches_everything_and_keeps_the_focus(home: Page) -> None:
+    home.until("document.querySelector('.chart a')")  # from the second tick on
     home.evaluate("document.body.focus(), document.activeElement.blur()")
     seen = set()
     for _ in range(60):

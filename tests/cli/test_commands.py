@@ -94,7 +94,7 @@ def test_explain_without_a_component_shows_what_went_wrong(tmp_path: Path, capsy
         service.wait_active()
         assert main(["explain", "--url", service.url, "--last", "10m"]) == 0
         out = capsys.readouterr().out
-        assert re.search("PostgreSQL .*, for ", out)
+        assert re.search(r"^  1 .*PostgreSQL.*, for ", out, re.MULTILINE)
         assert "because" in out
         assert main(["explain", "--url", service.url, "--last", "soon"]) == 2
         assert "'soon' is not a time: write 90s, 10m or 2h" in capsys.readouterr().err

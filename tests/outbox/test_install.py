@@ -13,6 +13,7 @@ from moored.leases.postgres import open_store
 from moored.postgres import Parking, PostgresError
 from moored.postgres.outbox import Outbox, _reader, ddl
 from moored.postgres.parking import parking_ddl
+from moored.reservoir import AsyncConnectionPool
 
 from .conftest import Sql
 from .reading import LIMIT, publishing, transaction
@@ -34,7 +35,16 @@ async def lease(url: str) -> None:
     await store.close()
 
 
-@pytest.mark.parametrize("create", [install, park, lease])
+async def install_after_a_migration(url: str) -> None:
+    """The session has changed the catalog, and has looked for the schema."""
+    async with AsyncConnectionPool(url, max_size=1) as pool:
+        async with pool.connection() as conn:
+            await conn.execute("create table if not exists migrated (id int)")
+            await conn.execute("select to_regclass('moored.outbox')")
+        await Outbox(pool).install()
+
+
+@pytest.mark.parametrize("create", [install, park, lease, install_after_a_migration])
 async def test_processes_that_start_at_once_may_create_the_schema_for_different_things(
     url: str, sql: Sql, create: Callable[[str], Awaitable[None]]
 ) -> None:

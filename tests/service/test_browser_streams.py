@@ -57,7 +57,7 @@ async def test_only_the_newest_state_is_sent_and_none_is_a_loss() -> None:
     for number in range(5):
         client.give_state(b"state %d" % number)
     streams.publish(b"event")
-    assert client.take() == [b"event", b"state 4"]
+    assert client.take() == [b"state 4", b"event"]
     assert streams.statistics().dropped == 0
 
 

@@ -527,7 +527,8 @@ async def test_the_metrics_include_those_of_the_stream(postgres_url: str, tmp_pa
         ("postgresql://app@db:6000", "db:6000/app"),
         ("postgresql://a:1,b:2/o", "a:1,b:2/o"),
         ("host=a,b port=7 dbname=o", "a:7,b:7/o"),
-        ("host=/run/postgresql", "/run/postgresql:5432"),
+        ("host=/run/postgresql", "run/postgresql:5432"),
+        ("host=::1 dbname=o", "[::1]:5432/o"),
         ("dbname=o", "localhost:5432/o"),
     ],
 )

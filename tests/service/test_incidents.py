@@ -245,12 +245,172 @@ def test_what_does_not_come_back_after_its_root_is_named_in_the_answer() -> None
     it.stream.lose(why="the slot is gone")
     it.wait(1.0)
     it.report("server", "active")
-    it.wait(11.0)
+    it.wait(9.0)
+    assert len(it.truth.incidents()) == 1
+    it.wait(2.0)
     assert it.states() == {"postgres": "down", "live": "waits"}
     answer = it.truth.answer()
-    assert (answer["node"], answer["incident"]) == ("postgres", 1)
+    assert (answer["node"], answer["incident"]) == ("postgres", 2)
     assert answer["what"] == "postgres has lost its change stream to PostgreSQL."
-    assert len(it.truth.incidents()) == 1
+    # From the return of its root on, it is an outage of its own.
+    second, first = it.truth.incidents()
+    assert (first["root"], first["lasted"]) == ("server", 1.25)
+    assert first["steps"][-1][1] == "what still fails is outage 2"
+    assert second["sign_of_life"] == first["ended"]
+    assert second["lasted"] == 10.75
+    it.stream.find()
+    it.wait(3.0)
+    assert [each["root"] for each in it.truth.incidents()] == ["postgres", "server"]
+
+
+def test_an_outage_beside_a_part_that_has_long_been_degraded_is_one_of_its_own() -> None:
+    it = World()
+    it.report("live", "degraded", "1 item parked")
+    it.wait(40.0)
+    for number in (2, 3):
+        it.report("server", "starting", "ended")
+        it.wait(5.0)
+        assert (it.now["id"], it.now["root"]) == (number, "server")
+        assert it.truth.answer()["also"] == ["live works only in part"]
+        it.report("server", "active")
+        it.wait(15.0)
+        assert it.states() == {"live": "degraded"}
+        assert it.truth.answer()["what"] == "live works only in part."
+        assert it.now["lasted"] == 5.25
+    it.report("live", "active")
+    it.wait(3.0)
+    numbers, seconds, _ = it.truth.totals()
+    assert numbers == {"live": 1, "server": 2}
+    assert seconds["server"] == 10.5
+    assert seconds["live"] == pytest.approx(80.0, abs=1.0)
+
+
+def test_other_trouble_just_after_an_outage_is_another_outage() -> None:
+    it = World()
+    it.report("live", "starting", "it failed")
+    it.wait(0.5)
+    it.report("live", "active")
+    it.wait(1.5)
+    it.db.lose(why="refused")
+    it.wait(60.0)
+    assert [each["root"] for each in it.truth.incidents()] == ["db", "live"]
+    assert it.truth.incidents()[1]["lasted"] < 1.0
+
+
+def test_idle_time_before_a_connection_is_lost_is_no_outage() -> None:
+    it = World()
+    it.db.hears = it.stream.hears = False
+    it.wait(600.0)
+    it.db.lose(why="connection refused")
+    it.stream.lose(why="connection refused")
+    it.wait(2.0)
+    assert it.now["what"] == "PostgreSQL cannot be reached"
+    assert it.now["lasted"] == 2.0
+
+
+def test_a_part_that_has_failed_for_good_is_down_although_no_link_is_lost() -> None:
+    it = World()
+    it.report("db", "failed", "wrong password")
+    it.wait(1.0)
+    assert it.truth.judged()["db"].state == "down"
+    assert it.truth.answer()["what"] == "db has failed for good."
+
+
+def test_a_part_that_has_long_been_degraded_and_then_fails_is_down() -> None:
+    it = World()
+    it.health.report("chat", "degraded", it.clock.monotonic())
+    it.wait(15.0)
+    it.report("chat", "starting", "it failed")
+    it.wait(1.0)
+    assert it.states() == {"chat": "down", "load": "waits"}
+    assert it.now["ended"] is None
+
+
+def test_an_open_incident_is_kept_however_many_follow() -> None:
+    it = World()
+    it.report("chat", "starting", "it failed")
+    it.wait(1.0)
+    for _ in range(510):
+        it.report("grpc-server", "starting", "killed")
+        it.wait(0.25)
+        it.report("grpc-server", "active")
+        it.wait(2.25)
+    (open_,) = [each for each in it.truth.incidents() if each["ended"] is None]
+    assert (open_["id"], open_["root"]) == (1, "chat")
+    numbers, _, _ = it.truth.totals()
+    assert numbers["grpc-server"] == 510
+    assert numbers["chat"] == 0
+
+
+async def test_a_long_story_has_its_end() -> None:
+    it = World()
+    it.report("chat", "starting", "it failed")
+    it.truth.start()
+    for number in range(50):
+        it.recorder.record("chat", "failed", kind="failure", cause=f"reason {number}")
+        it.wait(0.25)
+    it.report("chat", "active")
+    it.wait(0.25)
+    steps = [text for _, text in it.now["steps"]]
+    assert len(steps) == 30
+    assert steps[0].startswith("chat has failed")
+    assert steps[-1].startswith("all work again")
+    it.truth.stop()
+
+
+async def test_the_reason_of_an_outage_is_the_same_while_it_lasts_and_later() -> None:
+    it = World()
+    it.truth.start()
+    it.report("chat", "starting")
+    it.recorder.record("chat", "failed", kind="failure", cause="disk full (OSError)")
+    it.wait(1.0)
+    before = it.now["why"]
+    it.report("chat", "active")
+    it.wait(1.0)
+    assert before == it.now["why"] == "Disk full."
+    it.truth.stop()
+
+
+def test_a_method_of_a_system_that_fails_stops_nothing_and_is_logged_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    it = World()
+
+    def costs() -> Counter[str]:
+        raise ValueError("no such number")
+
+    it.db.costs = costs  # type: ignore[method-assign]
+    it.stream.lose()
+    it.wait(3.0)
+    assert it.now["root"] == "postgres"
+    assert caplog.text.count("no such number") == 1
+
+
+def test_the_end_of_an_outage_is_logged_when_it_cannot_become_longer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    it = World()
+    for _ in range(2):
+        it.stream.lose()
+        it.wait(1.0)
+        it.stream.find()
+        it.wait(1.0)
+    assert "is over" not in caplog.text
+    it.wait(2.0)
+    assert f"outage 1 is over after {it.now['lasted']:.1f} s" in caplog.text
+    assert caplog.text.count("is over") == 1
+
+
+def test_a_clock_that_is_set_moves_all_times_alike() -> None:
+    it = World()
+    it.stream.lose()
+    it.wait(1.0)
+    before = it.now
+    it.clock.jump(3600.0)
+    it.wait(0.25)
+    assert it.now["sign_of_life"] == before["sign_of_life"] + 3600.0
+    assert it.now["lasted"] == before["lasted"] + 0.25
 
 
 def test_two_faults_without_a_common_server_are_two_incidents() -> None:

@@ -135,7 +135,7 @@ def test_a_pool_whose_callers_wait_longer_than_a_moment_does_not_work() -> None:
 
 
 def test_a_pool_that_opens_all_its_connections_again_works_until_callers_wait() -> None:
-    filling = Observed("starting", "no connection is open yet", True, links=[link(DB, up=None)])
+    filling = Observed("starting", "no connection is open yet", True, links=[link(DB)])
     assert demo(db=filling)["db"].state == "works"
     judged = demo(db=replace(filling, callers=Callers(2, 1.5)))
     assert (judged["db"].state, judged["db"].how) == ("degraded", "callers")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from decimal import Decimal
+from math import isfinite
 from typing import Any
 
 import pytest
@@ -77,6 +79,20 @@ def test_a_system_whose_numbers_cannot_be_read_is_a_gap_and_the_others_are_not(
     assert [each.getMessage() for each in caplog.records] == [
         "the numbers of a cannot be read: gone (ConnectionError)"
     ]
+
+
+def test_a_counter_that_is_no_finite_number_is_a_gap_and_the_others_are_drawn() -> None:
+    values: list[Any] = [Decimal(3), float("nan"), 10**400, "seven", None]
+    for odd in values:
+        systems: dict[str, Any] = {
+            "app/a/run": Shown(counters={"odd": odd, "done": 1}),
+            "app/b/run": Shown(counters={"done": 1}),
+        }
+        sampler = Sampler(systems, {"a": "component", "b": "component"})
+        sampler.sample(0.0)
+        found = sampler.sample(2.0)
+        assert found["b.done"] == 0.0
+        assert all(isfinite(each) for each in found.values())
 
 
 def test_of_many_parts_the_main_number_and_the_flow_are_drawn() -> None:

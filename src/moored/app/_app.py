@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, overload
 from moored.kernel import Recorder, Tree, call_on_signals, extra, first_of, refuse, unmet
 from moored.postgres import Outbox
 from moored.service import (
+    KINDS,
     READY_STATES,
     Config,
     Declared,
@@ -310,9 +311,14 @@ class App:
         :param uses: the parts that it calls, if they are others than `after`: while one of them is
             down, the component waits for it.
         :param runs: the servers that it runs, as "host:port": parts that use them depend on it.
-        :param kind: what the page calls it, such as "importer".
+        :param kind: what the page calls it, such as "importer"; no kind of Moored's own parts.
         """
         servers = tuple(runs)
+        if kind in KINDS and kind != "component":
+            raise AppError(
+                f"kind={kind!r} is a kind of parts that Moored runs: choose another word for what "
+                "your component is"
+            )
 
         def add(run: Run) -> Run:
             entry = self._entry(name or _name_of(run), required, after)

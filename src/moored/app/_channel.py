@@ -141,9 +141,11 @@ def channel_part(entry: PartEntry, channel: AppChannel, recorder: Recorder) -> P
         if state is READY:
             heard_at = Clock.current().monotonic()
         idle = state in (grpc.ChannelConnectivity.IDLE, grpc.ChannelConnectivity.SHUTDOWN)
-        lost = state is not READY and not idle and heard_at is not None
-        up = True if state is READY else False if lost else None
-        return [Link(address, up, heard_at, "the connection is lost" * lost, kind="gRPC server")]
+        if state is READY:
+            return [Link(address, True, heard_at, kind="gRPC server")]
+        if idle or heard_at is None:
+            return [Link(address, None, heard_at, kind="gRPC server")]
+        return [Link(address, False, heard_at, "the connection is lost", kind="gRPC server")]
 
     def judge() -> Judgement:
         if channel.get_state() is READY:

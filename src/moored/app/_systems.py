@@ -84,7 +84,7 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any], what: str) -> Pa
         now = pool.statistics()
         return f"{now.in_use} of {now.max_size} in use"
 
-    server = _server_of(reservoir.place, libpq=reservoir.recipe.libpq)
+    server = reservoir.recipe.server
     shown = Shown(
         numbers,
         lambda: f"{reservoir.describe()}\n  because  {reservoir.whereabouts()}",
@@ -104,12 +104,6 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any], what: str) -> Pa
         ties=[server],
         server=what,
     )
-
-
-def _server_of(place: str, *, libpq: bool) -> str:
-    """Return the server of a place: "db:5432" of "db/orders"."""
-    host = place.rpartition("/")[0] or place
-    return f"{host}:5432" if libpq and ":" not in host else host
 
 
 def _waits(now: Statistics, place: str) -> str:

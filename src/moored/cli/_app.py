@@ -235,8 +235,7 @@ def explain(
         since = 0.0 if last is None else time.time() - _seconds(last)
         found = _show.outages_since(state, since)
         # A part that has never worked has no outage: the sentence says so.
-        now = state["started_at"] + state["uptime"]
-        lines = list(_show.outages(found, now)) or [Text("  no part has stopped working")]
+        lines = list(_show.outages(found)) or [Text("  no part has stopped working")]
         _show.show(found, as_json, lambda out: out.print(Group(Text(state["sentence"]), *lines)))
         return 0
     if last is not None:

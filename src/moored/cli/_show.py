@@ -80,8 +80,7 @@ def status(state: Mapping[str, Any], url: str, *more: RenderableType) -> Group:
         if kind == "manager":
             broken = state[name].get("error")
             parts.append(Text(f"     {broken}") if broken else _stream(state[name]))
-    now = state["started_at"] + state["uptime"]
-    parts += [*outages(state.get("outages", ()), now), Text(), tree(state["tree"])]
+    parts += [*outages(state.get("outages", ())), Text(), tree(state["tree"])]
     return Group(*parts)
 
 
@@ -90,14 +89,10 @@ def outages_since(state: Mapping[str, Any], since: float) -> list[dict[str, Any]
     return [each for each in state["outages"] if each["ended"] is None or each["ended"] >= since]
 
 
-def outages(found: Iterable[Mapping[str, Any]], now: float) -> Iterator[Text]:
-    """Yield what went wrong: what, when, for how long, why, who waited, and what it cost.
-
-    :param now: the time of the service.
-    """
+def outages(found: Iterable[Mapping[str, Any]]) -> Iterator[Text]:
+    """Yield what went wrong: what, when, for how long, why, who waited, and what it cost."""
     for each in found:
-        begin, ended = each["sign_of_life"], each["ended"]
-        lasted = span((now if ended is None else ended) - begin)
+        begin, ended, lasted = each["sign_of_life"], each["ended"], span(each["lasted"])
         until = "until now" if ended is None else f"until {clock_time(ended)}"
         number = f"  {each['id']:<3} {clock_time(begin)}  "
         yield Text(f"{number}{each['what']}, for {lasted}, {until}")

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
 from moored.kernel import Context, Event, Tasks, awaited
-from moored.service import Wiring, cost_words, costs_of, span
+from moored.service import Truth, Wiring, cost_words, costs_of, span
 
 __all__ = ["DemoFault", "Faults", "Recovery"]
 
@@ -104,7 +104,8 @@ class Faults:
     def statistics(self) -> dict[str, Any]:
         """Return the buttons, and the recoveries, the newest first."""
         for each in self._recoveries:
-            if each.outage is not None and (known := self._outage(each.outage)) is not None:
+            # Trouble that returns at once makes an outage longer.
+            if each.outage is not None and (known := self._truth.incident(each.outage)) is not None:
                 each.healthy_after, each.cost = known["lasted"], known["cost"]
         return {
             "faults": [
@@ -117,10 +118,10 @@ class Faults:
             "last": {each.fault: each.healthy_after for each in self._recoveries},
         }
 
-    def _outage(self, number: int) -> dict[str, Any] | None:
-        """Return an outage that is still kept: trouble that returns at once makes it longer."""
-        assert self._wiring.truth is not None
-        return next((i for i in self._wiring.truth.incidents() if i["id"] == number), None)
+    @property
+    def _truth(self) -> Truth:
+        assert self._wiring.truth is not None  # set by the service before any part runs
+        return self._wiring.truth
 
     @property
     def running(self) -> str | None:
@@ -151,8 +152,7 @@ class Faults:
             self._failure = event
 
     async def _measure(self, ctx: Context, fault: DemoFault, recovery: Recovery) -> None:
-        clock, systems, truth = self._wiring.clock, self._wiring.systems, self._wiring.truth
-        assert truth is not None
+        clock, systems, truth = self._wiring.clock, self._wiring.systems, self._truth
         before = costs_of(systems.values())
         cause = ctx.record(f"pressed: {fault.title}")
         try:

@@ -11,7 +11,7 @@ from typing import Any
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict
 
-__all__ = ["resolve"]
+__all__ = ["resolve", "server_of"]
 
 
 def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -24,6 +24,16 @@ def resolve(conninfo: str, options: Mapping[str, Any]) -> dict[str, Any]:
     service = given.get("service")
     named = {} if service is None else _service(str(service))
     return {**_defaults(), **named, **given}
+
+
+def server_of(parameters: Mapping[str, Any]) -> str:
+    """Return the address of the server: "db:5432", "one:5432,two:5433", "run/postgresql:5432"."""
+    hosts = str(parameters.get("host") or parameters.get("hostaddr") or "localhost").split(",")
+    ports = str(parameters.get("port") or 5432).split(",")
+    found = zip(hosts, [*ports, *ports[-1:] * len(hosts)], strict=False)
+    return ",".join(
+        f"[{host}]:{port}" if ":" in host else f"{host.strip('/')}:{port}" for host, port in found
+    )
 
 
 def _defaults() -> dict[str, str]:

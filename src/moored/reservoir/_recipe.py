@@ -14,7 +14,7 @@ from moored.kernel import SECRETS, awaited, in_thread, outliving, run_callback
 
 from ._asyncpg import AsyncpgDriver
 from ._budget import Destination
-from ._conninfo import resolve
+from ._conninfo import resolve, server_of
 from ._driver import Connect, Driver, Hooks
 from ._find_driver import driver_of
 from ._psycopg import PsycopgDriver
@@ -62,6 +62,14 @@ class Recipe:
             return self.address or ""
         options = self.kwargs if isinstance(self.kwargs, Mapping) else {}
         return _place_of(self.conninfo, options)
+
+    @property
+    def server(self) -> str:
+        """The server as "host:port", if it is known, and the name of the pool otherwise."""
+        if self.address is not None or not (self.libpq and self.place):
+            return (self.address or self.name).rpartition("/")[0] or self.address or self.name
+        options = self.kwargs if isinstance(self.kwargs, Mapping) else {}
+        return server_of(resolve(str(self.conninfo), options))
 
     @property
     def libpq(self) -> bool:

@@ -40,6 +40,7 @@ from ._driver import PING_TIMEOUT, Connect, DriverState, Hooks
 from ._errors import PoolClosed, ReservoirEmpty
 from ._item import Item, Place, holder_name
 from ._recipe import Conninfo, Options, Recipe
+from ._silence import LOOK
 from ._statistics import Latency, Statistics
 from ._tokens import CachedTokens, Provider, Tokens
 from ._types import AnyC as C
@@ -455,15 +456,17 @@ class Reservoir(Generic[C]):
     def link(self, server: str, *, of: str = "", vital: bool = True) -> Link:
         """Return what is known about the connections to the server at this address."""
         upkeep, why, refused = self.upkeep, "", False
-        up: bool | None = bool(self.core.items) or None
-        silent = bool(upkeep.watch.silent_for)
+        heard_at, silent_for = upkeep.watch.heard_at, upkeep.watch.silent_for
+        up = True if self.core.items or heard_at is not None else None
+        silent = bool(silent_for)
         if silent:
             up, why = False, "no answer arrives on open connections"
-        elif not up and (error := upkeep.attempts.error) is not None:
+            # A pool that was idle has not missed an answer before it asked.
+            heard_at = max(heard_at or 0.0, upkeep.clock.monotonic() - silent_for - 2 * LOOK)
+        elif not self.core.items and (error := upkeep.attempts.error) is not None:
             up, why = False, describe(error)
             # The server's own words. While it starts or stops, it does not serve.
             refused = "FATAL:" in why and "the database system is" not in why
-        heard_at = upkeep.watch.heard_at
         kind = "PostgreSQL" if self.recipe.libpq else "database"
         return Link(server, up, heard_at, why, silent, refused, kind, of, vital)
 

@@ -24,6 +24,7 @@ from ._config_file import load_config
 from ._database import data_dir_of, state_dir_of
 from ._declared import Declared, fields_of, parameters_of, values_of
 from ._errors import CannotListen, ConfigError, DatabaseUnreachable, ServiceError
+from ._graph import KINDS
 from ._health import HTTP, READY_STATES, Status
 from ._parse import connection_string, is_loopback
 from ._part import Part, System, Wiring, cost_words, costs_of
@@ -32,6 +33,7 @@ from ._service import Service
 from ._shown_postgres import ShownPostgres, place_of
 from ._spans import clock_time, span
 from ._token_file import stored_token
+from ._truth import Truth
 
 __all__ = [  # noqa: RUF022 (grouped by what they are for)
     # Running the service
@@ -42,11 +44,13 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "DRAIN",
     "Declared",
     "HTTP",
+    "KINDS",
     "Part",
     "READY_STATES",
     "ShownPostgres",
     "Status",
     "System",
+    "Truth",
     "Wiring",
     "broker_health",
     "clock_time",

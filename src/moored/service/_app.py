@@ -73,7 +73,7 @@ def make_app(
             Route("/v1/events", routes.events),
             Route("/v1/map", routes.map),
             Route("/v1/history", routes.history),
-            Route("/v1/parts/{name}", routes.part),
+            Route("/v1/parts/{name:path}", routes.part),
             Route("/metrics", routes.metrics),
             Route("/openapi.json", routes.openapi),
             Route("/", routes.page),
@@ -166,7 +166,7 @@ class _Routes:
         if wanted not in map(str, SPANS):
             spans = ", ".join(map(str, SPANS))
             return refusal(400, "unknown span", f"span={wanted} must be one of {spans} seconds")
-        return _json(self._live.history_of(int(wanted)))
+        return _json(self._live.history_of(int(wanted), request.query_params.get("part", "")))
 
     async def part(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -185,8 +185,11 @@ class _Routes:
         return asset("openapi.json") or Response(status_code=404)
 
     async def page(self, request: Request) -> Response:
-        parts = [f"  {part}  {state}" for part, state in self._view.parts().items()]
-        return page(logout=self._has_login, text="\n".join([self._view.sentence(), *parts]))
+        truth = self._view.truth
+        answers = [f"  {label:<8} {words}" for label, words in truth.answer()["lines"]]
+        nodes = [f"  {node}: {each.state}, {each.fact}" for node, each in truth.judged().items()]
+        text = "\n".join([truth.sentence(), *answers, "", *nodes])
+        return page(logout=self._has_login, text=text)
 
     async def static(self, request: Request) -> Response:
         found = asset(request.path_params["name"])

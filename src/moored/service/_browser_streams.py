@@ -1,7 +1,7 @@
 """The streams of server-sent events to browsers, each with a bounded queue.
 
-Two kinds of messages are sent. Of the *state* only the newest is of use, so a newer one replaces
-one that was not sent yet. *Events* are queued; when the queue of a stream is full, its oldest event
+Of the *state* only the newest is of use, so a newer one replaces one that was not sent yet, and the
+changes before it. *Events* are queued; when the queue of a stream is full, its oldest event
 is dropped and counted, and the page gets a message with the number of lost events.
 """
 
@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import AsyncIterator, Collection
 from typing import NamedTuple
 
-__all__ = ["BrowserStatistics", "BrowserStream", "BrowserStreams", "message"]
+__all__ = ["LIVE", "BrowserStatistics", "BrowserStream", "BrowserStreams", "message"]
+
+#: The topic of the changes of the state: a newer state has them all.
+LIVE = "live"
 
 COMMENT = b": still here\n\n"
 
@@ -41,25 +44,27 @@ class BrowserStream:
         self.topics = topics
         self._size = size
         self._state: bytes | None = None
-        self._events: deque[bytes] = deque()
+        #: What is queued, each with its topic.
+        self._events: deque[tuple[str, bytes]] = deque()
         self._pending = asyncio.Event()
         self._closed = False
         self._unreported = 0
 
     def give_state(self, state: bytes) -> None:
-        """Send this state next, instead of an older one."""
+        """Send this state next, instead of an older one and of the changes that are queued."""
+        self._events = deque(each for each in self._events if each[0] != LIVE)
         self._state = state
         self._pending.set()
 
-    def give(self, event: bytes) -> bool:
-        """Queue an event; return whether the oldest one was dropped because the queue was full."""
-        full = len(self._events) >= self._size
-        if full:
-            self._events.popleft()
-            self._unreported += 1
-        self._events.append(event)
+    def give(self, event: bytes, topic: str) -> str | None:
+        """Queue an event; return the topic of the oldest one if that was dropped to make room."""
+        lost = None
+        if len(self._events) >= self._size:
+            lost, _ = self._events.popleft()
+            self._unreported += lost != LIVE
+        self._events.append((topic, event))
         self._pending.set()
-        return full
+        return lost
 
     def close(self) -> None:
         """End the stream when its queue is empty."""
@@ -67,16 +72,14 @@ class BrowserStream:
         self._pending.set()
 
     def take(self) -> list[bytes]:
-        """Empty the queue: first the number of lost events, then events, then the state."""
+        """Empty the queue: the number of lost events, then the state, then what came after."""
         self._pending.clear()
-        found = list(self._events)
-        self._events.clear()
+        found = [] if self._state is None else [self._state]
+        found += [event for _, event in self._events]
         if self._unreported:
             found.insert(0, message("dropped", f'{{"count":{self._unreported}}}'))
-            self._unreported = 0
-        if self._state is not None:
-            found.append(self._state)
-            self._state = None
+        self._events.clear()
+        self._state, self._unreported = None, 0
         return found
 
     async def stream(self, *, heartbeat: float) -> AsyncIterator[bytes]:
@@ -127,10 +130,11 @@ class BrowserStreams:
         return any(topic in client.topics for client in self._clients)
 
     def publish(self, event: bytes, topic: str = "event") -> list[BrowserStream]:
-        """Queue an event on every stream of a topic; return those that have lost one by it."""
-        late = [each for each in self._clients if topic in each.topics and each.give(event)]
-        self._dropped += len(late)
-        return late
+        """Queue an event on every stream of a topic; return those that have lost a change by it."""
+        clients = [each for each in self._clients if topic in each.topics]
+        lost = [(each, each.give(event, topic)) for each in clients]
+        self._dropped += sum(topic is not None for _, topic in lost)
+        return [each for each, topic in lost if topic == LIVE]
 
     def close(self) -> None:
         """End every stream, and refuse new ones."""

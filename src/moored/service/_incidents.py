@@ -1,8 +1,9 @@
 """The incidents: what was broken, since when, whose fault it was, who waited, and what it cost.
 
 An incident begins with the last sign of life of its root, and ends when all its parts work again.
-Faults of roots that share no server and no part are incidents of their own; one that follows from
-another joins it. No I/O: the judgements and the time are passed in.
+A fault joins an incident that affects its root already, or that was noticed lately and shares a
+server or a part with it: one may follow from the other. All other faults are incidents of their
+own. No I/O: the judgements and the time are passed in.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from moored.kernel import Callers
 
@@ -29,6 +30,8 @@ MOST = 500
 AGAIN = 2.0
 #: Seconds that a part may take to come back after its root; then it is a root itself.
 GRACE = 10.0
+#: Seconds after an incident was noticed in which other faults may turn out to be its cause.
+YOUNG = 30.0
 #: Steps that are kept for one incident.
 STEPS = 30
 #: Seconds between two counts of costs, and how many are kept: an incident begins before it is
@@ -61,8 +64,6 @@ class Incident:
     #: The last time at which the root was heard, or worked.
     sign_of_life: float
     noticed: float
-    #: What to add to a monotonic time, to get seconds since 1970.
-    wall: float
     costs_before: Costs
     ended: float | None = None
     #: Of each part and server that was affected, the times at which it was.
@@ -76,6 +77,8 @@ class Incident:
     fault: str | None = None
     #: Since when the root works again, while others still come back.
     root_back: float | None = None
+    #: How much of it was logged.
+    logged: Literal["", "begun", "over"] = ""
 
     def lasted(self, now: float) -> float:
         """Return its length in seconds, until now or its end."""
@@ -91,8 +94,10 @@ class Incident:
         return "down" if "down" in found else "degraded"
 
     def step(self, at: float, text: str) -> None:
-        """Add a step, unless it is the last one already."""
-        if len(self.steps) < STEPS and (not self.steps or self.steps[-1][1] != text):
+        """Add a step, unless it is the last one already; of too many, those between go."""
+        if not self.steps or self.steps[-1][1] != text:
+            if len(self.steps) >= STEPS:
+                del self.steps[STEPS // 2]
             self.steps.append((at, text))
 
 
@@ -104,7 +109,7 @@ class Incidents:
 
     def __init__(self, words: Words) -> None:
         self._words = words
-        self._all: deque[Incident] = deque(maxlen=MOST)
+        self._all: list[Incident] = []
         #: Those that have not ended.
         self._open: list[Incident] = []
         self._number = 0
@@ -144,6 +149,8 @@ class Incidents:
 
     def follows(self, node: str, now: float) -> str | None:
         """Return the root that a node has waited for, while it may still be coming back."""
+        if any(each.root == node for each in self._open):
+            return None  # its own fault is older
         for each in self._open:
             spans = each.spans.get(node)
             waits = spans and spans[-1].end is None and spans[-1].state == "waits"
@@ -170,10 +177,13 @@ class Incidents:
         """Add a recorded failure of a part to the incident that affects it; False without one."""
         if (found := self.of(node)) is None:
             return False
+        why = _plain(why)
         if node == found.root and not found.judged.why:
             found.judged = replace(found.judged, why=why)
-        why = re.sub(r" \(\w+\)$", "", why)
-        known = [found.judged.why, *(text.rpartition(f"{node}: ")[2] for _, text in found.steps)]
+        known = [
+            _plain(found.judged.why),
+            *(text.rpartition(f"{node}: ")[2] for _, text in found.steps),
+        ]
         if why not in known:
             found.step(now, f"{node}: {why}")
         return True
@@ -181,22 +191,21 @@ class Incidents:
     def update(
         self,
         now: float,
-        wall: float,
         judged: Mapping[str, Judged],
         needs: Callable[[], Mapping[str, Collection[str]]],
         costs: Callable[[], Costs],
-    ) -> list[Incident]:
-        """Take the judgements of all nodes; return the incidents that have changed.
+    ) -> bool:
+        """Take the judgements of all nodes; return whether an incident has changed.
 
         :param needs: returns all nodes that each node needs, also indirectly.
-        :param wall: what to add to `now`, to get seconds since 1970.
         """
-        changed: dict[int, Incident] = {}
+        changed = False
         before = {each.id: _shape(each) for each in self._open}
         self._follow_roots(judged, now)
         bad = {node: each for node, each in judged.items() if each.state in BAD and each.roots}
+        owners: dict[str, Incident] = {}
         for root in dict.fromkeys(root for each in bad.values() for root in each.roots):
-            incident = self._incident(root, now, wall, judged, needs())
+            owners[root] = incident = self._incident(root, now, judged, needs())
             self._describe(incident, root, judged)
             mine = (node for node, each in bad.items() if root in each.roots)
             for node in sorted(mine, key=lambda each: each != root):
@@ -204,43 +213,52 @@ class Incidents:
         still_open = self.open()
         after = costs() if still_open else {}
         for incident in still_open:
-            self._recover(incident, bad, judged, now)
-            if before.get(incident.id) != _shape(incident):
-                changed[incident.id] = incident
+            self._recover(incident, bad, judged, owners, now)
+            changed = changed or before.get(incident.id) != _shape(incident)
             incident.costs = _difference(after, incident.costs_before, incident.spans)
             incident.callers = _callers(judged[each] for each in incident.affected())
-        return list(changed.values())
+        return changed
 
     def _incident(
         self,
         root: str,
         now: float,
-        wall: float,
         judged: Mapping[str, Judged],
         needs: Mapping[str, Collection[str]],
     ) -> Incident:
         """Return the incident of a root: one that it belongs to, or a new one."""
-        mine = {root, *needs.get(root, ())}
-        recent = [each for each in self._all if each.ended is None or now - each.ended < AGAIN]
-        recent.sort(key=lambda each: each.ended is not None)
-        for each in recent:
-            if each.ended is not None and each.fault != self.fault:
-                continue  # the demo breaks something else
-            if root in each.spans or mine & {each.root, *needs.get(each.root, ())}:
-                if each.ended is not None:
-                    each.ended = None
-                    self._open.append(each)
-                return each
         at = judged[root].heard_at
         at = now if at is None else min(at, now)
+        for each in sorted(self._open, key=lambda each: each.root != root):
+            if each.root == root:
+                return each
+            if root in each.affected():
+                if each.root_back is None or now - each.root_back < GRACE:
+                    return each
+                at = max(at, each.root_back)  # from then on it is its own fault
+            elif now - each.noticed < YOUNG and _share(root, each.root, needs):
+                return each
+        for each in reversed(self._all):
+            lately = each.ended is not None and now - each.ended < AGAIN
+            if lately and root in each.spans and each.fault == self.fault:
+                each.ended = None
+                self._open.append(each)
+                return each
         self._number += 1
-        found = Incident(self._number, root, judged[root], at, now, wall, self._costs_before(at))
+        found = Incident(self._number, root, judged[root], at, now, self._costs_before(at))
         found.fault = self.fault
-        if len(self._all) == MOST:
-            _add(self._all[0], self._numbers, self._seconds)
         self._all.append(found)
         self._open.append(found)
+        self._drop_oldest()
         return found
+
+    def _drop_oldest(self) -> None:
+        """Drop the oldest incident that is over, if there are too many."""
+        if len(self._all) > MOST:
+            oldest = next((each for each in self._all if each.ended is not None), None)
+            if oldest is not None:
+                _add(oldest, self._numbers, self._seconds)
+                self._all.remove(oldest)
 
     def _costs_before(self, at: float) -> Costs:
         """Return the last count before this time, or the first one."""
@@ -253,34 +271,20 @@ class Incidents:
             incident.sign_of_life, incident.costs_before = at, self._costs_before(at)
 
     def _follow_roots(self, judged: Mapping[str, Judged], now: float) -> None:
-        """Move the root of each incident to what its root waits for."""
-        for incident in self.open():
+        """Move the root of each young incident to what its root waits for."""
+        for incident in self._open:
             found = judged.get(incident.root)
-            if found is None or found.how != "waits":
+            if found is None or found.how != "waits" or now - incident.noticed >= YOUNG:
                 continue
             root = found.roots[0]
-            other = next((i for i in self.open() if i is not incident and i.root == root), None)
-            if other is None:
-                incident.root, incident.judged = root, judged[root]
-                self._begin_earlier(incident, judged[root].heard_at)
-                incident.spans = {root: incident.spans.pop(root, []), **incident.spans}
-                if not incident.spans[root]:
-                    begin = Span(incident.sign_of_life, None, judged[root].state)
-                    incident.spans[root] = [begin]
-                    incident.step(now, self._words(root, judged)[0])
-            else:
-                self._join(incident, other)
-
-    def _join(self, incident: Incident, other: Incident) -> None:
-        """Add an incident to another one, because it has turned out to follow from it."""
-        for node, spans in incident.spans.items():
-            other.spans.setdefault(node, spans)
-        self._begin_earlier(other, incident.sign_of_life)
-        other.noticed = min(other.noticed, incident.noticed)
-        other.fault = other.fault or incident.fault
-        other.steps = sorted([*incident.steps, *other.steps])[:STEPS]
-        self._all.remove(incident)
-        self._open.remove(incident)
+            if any(each.root == root for each in self._open):
+                continue
+            incident.root, incident.judged = root, judged[root]
+            self._begin_earlier(incident, judged[root].heard_at)
+            incident.spans = {root: incident.spans.pop(root, []), **incident.spans}
+            if not incident.spans[root]:
+                incident.spans[root] = [Span(incident.sign_of_life, None, judged[root].state)]
+                incident.step(now, self._words(root, judged)[0])
 
     def _describe(self, incident: Incident, root: str, judged: Mapping[str, Judged]) -> None:
         """Keep the judgement of the root that says most."""
@@ -313,6 +317,7 @@ class Incidents:
         incident: Incident,
         bad: Mapping[str, Judged],
         judged: Mapping[str, Judged],
+        owners: Mapping[str, Incident],
         now: float,
     ) -> None:
         """Note which nodes of an incident work again, and its end."""
@@ -321,21 +326,38 @@ class Incidents:
             incident.root_back = now
         elif not root_works:
             incident.root_back = None
+        rest: set[int] = set()
         for node in incident.affected():
-            if node not in bad or not self._belongs(incident, node, bad):
-                spans = incident.spans[node]
-                spans[-1] = spans[-1]._replace(end=now)
-                if node in judged:
-                    incident.step(now, f"{self._words(node, judged)[1]} works again")
-        if not incident.affected() and incident.ended is None:
-            incident.ended = now
+            end = now
+            if (found := bad.get(node)) is not None:
+                mine = [owners[root] for root in found.roots]
+                # What its root waits for hides how the root is.
+                hidden = node == incident.root and found.how in ("waits", "follows")
+                if incident in mine or hidden:
+                    continue
+                rest.update(each.id for each in mine)
+                end = now if incident.root_back is None else incident.root_back
+            spans = incident.spans[node]
+            spans[-1] = spans[-1]._replace(end=max(end, spans[-1].begin))
+            if node in judged and found is None:
+                incident.step(now, f"{self._words(node, judged)[1]} works again")
+        if not incident.affected():
+            incident.ended = max(each[-1].end or now for each in incident.spans.values())
             self._open.remove(incident)
-            incident.step(now, f"all work again, after {span(incident.lasted(now))}")
+            after = f"after {span(incident.lasted(now))}"
+            others = " and ".join(map(str, sorted(rest)))
+            text = f"what still fails is outage {others}" if rest else f"all work again, {after}"
+            incident.step(now, text)
 
-    def _belongs(self, incident: Incident, node: str, bad: Mapping[str, Judged]) -> bool:
-        """Whether the trouble of a node still belongs to this incident."""
-        roots = bad[node].roots
-        return any(root in incident.spans for root in roots)
+
+def _share(one: str, other: str, needs: Mapping[str, Collection[str]]) -> bool:
+    """Whether two nodes need the same, or one needs the other."""
+    return bool({one, *needs.get(one, ())} & {other, *needs.get(other, ())})
+
+
+def _plain(why: str) -> str:
+    """Return a reason without the class of the error."""
+    return re.sub(r" \(\w+\)$", "", why)
 
 
 def _add(incident: Incident, numbers: Counter[str], seconds: dict[str, float]) -> None:

@@ -90,20 +90,22 @@ def judge(
     needs: Mapping[str, Collection[str]],
     runs: Mapping[str, str],
     now: float,
+    good_at: Mapping[str, float] | None = None,
 ) -> dict[str, Judged]:
     """Return the judgement of each part, in their order, and then of each server.
 
+    :param good_at: when each part and server was well for the last time.
     :param needs: the parts, and the addresses of servers, that each part needs.
     :param runs: the part that runs a server, by the address of the server.
     """
-    return _Judgement(parts, needs, runs, now).all()
+    return _Judgement(parts, needs, runs, now, good_at or {}).all()
 
 
 def needed(
     parts: Mapping[str, Observed], needs: Mapping[str, Collection[str]], runs: Mapping[str, str]
 ) -> dict[str, set[str]]:
     """Return all parts and servers that each part needs, directly or not."""
-    direct = _Judgement(parts, needs, runs, 0.0).needs
+    direct = _Judgement(parts, needs, runs, 0.0, {}).needs
     found: dict[str, set[str]] = {}
     for part in direct:
         more, mine = [part], set[str]()
@@ -132,10 +134,12 @@ class _Judgement:
         needs: Mapping[str, Collection[str]],
         runs: Mapping[str, str],
         now: float,
+        good_at: Mapping[str, float],
     ) -> None:
         self._parts = parts
         self._runs = runs
         self._now = now
+        self._good_at = good_at
         self._links: dict[str, list[Link]] = {}
         for each in parts.values():
             for link in each.links:
@@ -176,14 +180,21 @@ class _Judgement:
         if lost and not any(map(self._hears, links)):
             how = "silent" if any(map(_silent, lost)) else "unreachable"
             why = next((each.why for each in lost if _silent(each)), lost[0].why)
+            if heard_at is None and node not in self._good_at:
+                return replace(server, state="starting", fact="not reached yet", why=why, how=how)
+            if how != "silent":  # an idle link may not have heard it for long, but notices its end
+                heard_at = self._last_good(node, heard_at)
             server = replace(server, why=why, how=how, heard_at=heard_at)
-            if heard_at is None:
-                return replace(server, state="starting", fact="not reached yet")
             fact = "does not answer" if how == "silent" else "cannot be reached"
             return replace(server, state="down", fact=fact, roots=(node,))
-        if heard_at is None and not any(each.up for each in links):
+        if heard_at is None and not any(each.up for each in links) and node not in self._good_at:
             return replace(server, state="starting", fact="not reached yet")
         return replace(server, heard_at=heard_at)
+
+    def _last_good(self, node: str, at: float | None) -> float | None:
+        """Return when a node was well, or heard, for the last time."""
+        good_at = self._good_at.get(node)
+        return max((each for each in (at, good_at) if each is not None), default=None)
 
     def _hears(self, link: Link) -> bool:
         recent = link.heard_at is not None and self._now - link.heard_at < HEARS
@@ -215,7 +226,7 @@ class _Judgement:
             return replace(
                 own, state="waits", fact="coming back", roots=(seen.follows,), how="follows"
             )
-        if own.state in ("down", "degraded") and (
+        if (own.state in ("down", "degraded") and seen.health != "failed") and (
             worse := [each for each in needed if each[1].state == "degraded"]
         ):
             return replace(own, roots=worse[0][1].roots)
@@ -236,8 +247,9 @@ class _Judgement:
         if not seen.worked and seen.health in ("starting", "degraded"):
             return Judged("starting", seen.detail or "starts", why=seen.detail)
         at = seen.worked_at
-        if state == "down" and seen.links and not any(each.up is False for each in seen.links):
-            state = "works"  # nothing is lost: a pool opens other connections
+        # A pool without a connection that reaches its server just opens others.
+        if seen.health == "starting" and seen.links and all(each.up for each in seen.links):
+            state = "works"
         fact = (seen.fact if state == "works" else "") or seen.detail
         good = Judged(state, fact, heard_at=at, callers=seen.callers)
         lost = [each for each in seen.links if each.up is False and seen.worked]
@@ -247,18 +259,35 @@ class _Judgement:
         bad = replace(good, roots=(part,), why=seen.detail)
         vital = [each for each in lost if each.vital]
         if state == "down" or vital:
-            return self._down(seen, vital, bad)
+            return self._down(part, seen, vital, bad)
         if hang:
             at = self._now - seen.callers.longest
             fact = waiting_words(seen.callers)
             return replace(bad, state="degraded", fact=fact, heard_at=at, how="callers")
         if lost:
-            return replace(_lost(lost, bad), state="degraded")
+            return replace(self._lost(part, lost, bad), state="degraded")
         return replace(bad, fact=seen.detail or "works only in part", how="degraded")
 
-    def _down(self, seen: Observed, lost: Sequence[Link], bad: Judged) -> Judged:
+    def _lost(self, part: str, links: Sequence[Link], bad: Judged) -> Judged:
+        """Judge a part by the links that it has lost."""
+        one = next(filter(_silent, links), links[0])
+        what = one.of or "connection"
+        silent = _silent(one)
+        heard = [each.heard_at for each in links if each.heard_at is not None]
+        at = min(heard, default=bad.heard_at)
+        return replace(
+            bad,
+            fact=f"no answer on the {what}" if silent else f"the {what} is lost",
+            heard_at=at if silent else self._last_good(part, at),
+            why=one.why,
+            how="silent" if silent else "lost",
+            kind=one.kind,
+            of=what,
+        )
+
+    def _down(self, part: str, seen: Observed, lost: Sequence[Link], bad: Judged) -> Judged:
         if lost:
-            return replace(_lost(lost, bad), state="down")
+            return replace(self._lost(part, lost, bad), state="down")
         if seen.health == "failed":
             return replace(bad, state="down", how="failed")
         return replace(bad, state="down", fact="coming back", how="ended")
@@ -271,23 +300,7 @@ class _Judgement:
         return replace(own, kind=server.kind, is_server=True)
 
 
-def _lost(links: Sequence[Link], bad: Judged) -> Judged:
-    """Judge a part by the links that it has lost."""
-    one = next(filter(_silent, links), links[0])
-    what = one.of or "connection"
-    silent = _silent(one)
-    heard = [each.heard_at for each in links if each.heard_at is not None]
-    return replace(
-        bad,
-        fact=f"no answer on the {what}" if silent else f"the {what} is lost",
-        heard_at=min(heard, default=bad.heard_at),
-        why=one.why,
-        how="silent" if silent else "lost",
-        kind=one.kind,
-        of=what,
-    )
-
-
 def _silent(link: Link) -> bool:
-    words = ("silent", "no answer", "not answered", "timed out", "timeout")
+    """Whether the server does not answer; its own errors, such as a timeout of it, are answers."""
+    words = ("silent", "no answer", "not answered", "timed out", "timeout expired", "timeouterror")
     return link.silent or any(each in link.why.lower() for each in words)

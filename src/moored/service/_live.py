@@ -16,7 +16,7 @@ from typing import Any, Protocol
 from moored._version import __version__
 from moored.kernel import Event, Timers
 
-from ._browser_streams import BrowserStream, BrowserStreams, message
+from ._browser_streams import LIVE, BrowserStream, BrowserStreams, message
 from ._graph import graph_of
 from ._history import STEP, History
 from ._map import Maps, Unit
@@ -24,10 +24,8 @@ from ._part import Part
 from ._series import Sampler
 from ._view import View
 
-__all__ = ["LIVE", "Judged", "Live", "Truth"]
+__all__ = ["Judgement", "Judgements", "Live"]
 
-#: The topic of the streams that get changes alone.
-LIVE = "live"
 #: Seconds from a change to the look at all states, and the least between two looks.
 SETTLE = 0.15
 LOOKS = 0.5
@@ -41,9 +39,6 @@ NEWEST = 5
 #: The path of the part of the demo that has the buttons, and what is shown of it.
 DEMO = "/faults/faults"
 STORY = ("faults", "running", "lines", "last")
-#: The version of the map's format.
-VERSION = 3
-
 #: What several parts in each state do, from the worst state to the best.
 SEVERAL = {
     "down": "down",
@@ -57,7 +52,7 @@ SEVERAL = {
 }
 
 
-class Judged(Protocol):
+class Judgement(Protocol):
     """The judgement of a node."""
 
     @property
@@ -69,10 +64,10 @@ class Judged(Protocol):
         """One fact, of at most a dozen words."""
 
 
-class Truth(Protocol):
+class Judgements(Protocol):
     """Judges the nodes, and keeps the incidents."""
 
-    def judged(self) -> Mapping[str, Judged]:
+    def judged(self) -> Mapping[str, Judgement]:
         """Return the judgement of each node."""
 
     def answer(self) -> Mapping[str, Any]:
@@ -81,15 +76,23 @@ class Truth(Protocol):
     def incidents(self) -> Sequence[Mapping[str, Any]]:
         """Return the incidents, the newest first."""
 
-    def incident_of(self, node: str) -> int | None:
-        """Return the number of the open incident that a node is in."""
+    def affected(self) -> Mapping[str, int]:
+        """Return the number of the open incident that each affected node is in."""
+
+    def wall_of(self, at: float) -> float:
+        """Return a monotonic time in seconds since 1970."""
 
 
 class Live:
     """Keeps the history, and sends what changes to the open pages."""
 
     def __init__(
-        self, view: View, parts: Iterable[Part], truth: Truth, streams: BrowserStreams, name: str
+        self,
+        view: View,
+        parts: Iterable[Part],
+        truth: Judgements,
+        streams: BrowserStreams,
+        name: str,
     ) -> None:
         parts = [part for part in parts if part.shown]
         self.graph = graph_of(parts)
@@ -99,7 +102,6 @@ class Live:
         self._name = name
         self._maps = Maps(self.graph)
         self._began = view.clock.monotonic()
-        self._began_wall = view.clock.wall()
         self.history = History(self._began)
         self.sampler = Sampler(view.systems, {part.name: part.kind for part in parts})
         self._timers = Timers(view.clock)
@@ -146,9 +148,9 @@ class Live:
         """Judge all nodes, keep what has changed, and send it."""
         self._timers.cancel("look")
         self._looked = now = self._view.clock.monotonic()
-        judged = self._judged()
+        judged, affected = self._judged(), self._truth.affected()
         for node, each in judged.items():
-            self.history.add(now, node, each["state"], self._truth.incident_of(node))
+            self.history.add(now, node, each["state"], affected.get(node))
         moved = self._draw(judged)
         if not self.streams.listening(LIVE):
             return
@@ -170,7 +172,7 @@ class Live:
         data = json.dumps(event.as_dict(), default=str)
         try:
             self._loop.call_soon_threadsafe(
-                self.streams.publish, message("event", data, number=event.id)
+                self._send, message("event", data, number=event.id), "event"
             )
         except RuntimeError:
             pass  # the loop is closed, and with it every stream
@@ -191,8 +193,11 @@ class Live:
         return client
 
     def _publish(self, name: str, data: Mapping[str, Any]) -> None:
-        late = self.streams.publish(message(name, _json(data)), LIVE)
-        if late:  # a change that is lost would be missing for ever
+        self._send(message(name, _json(data)), LIVE)
+
+    def _send(self, event: bytes, topic: str) -> None:
+        # A change that is lost would be missing for ever.
+        if late := self.streams.publish(event, topic):
             state = message("state", _json(self.state()))
             for client in late:
                 client.give_state(state)
@@ -236,7 +241,7 @@ class Live:
             "version": __version__,
             "address": self._view.address,
             "now": self._wall(),
-            "began": self._began_wall,
+            "began": self._truth.wall_of(self._began),
             "zone": 0 if offset is None else offset.total_seconds(),
             "answer": self._truth.answer(),
             "nodes": self._shown(self._judged()),
@@ -250,15 +255,15 @@ class Live:
         """Return the map, with what is known of each series."""
         known = self.sampler.series
         return {
-            "version": VERSION,
             **self._map.as_dict(known, self.sampler.mains),
             "series": {name: each.as_dict() for name, each in known.items()},
         }
 
-    def history_of(self, span: int) -> dict[str, Any]:
-        """Return the numbers and states of the last seconds."""
-        known = {name: each.as_dict() for name, each in self.sampler.series.items()}
-        found = self.history.as_dict(span, self._began_wall, known)
+    def history_of(self, span: int, part: str = "") -> dict[str, Any]:
+        """Return the numbers of the last seconds, of one part or of all, and the states of all."""
+        series = self.sampler.series.items()
+        known = {name: each.as_dict() for name, each in series if part in ("", each.part)}
+        found = self.history.as_dict(span, self._truth.wall_of(self._began), known)
         return {"now": self._wall(), **found}
 
     def judged(self, name: str) -> dict[str, str]:
@@ -270,8 +275,7 @@ class Live:
         return [each["id"] for each in self._truth.incidents() if name in each["parts"]]
 
     def _wall(self) -> float:
-        """Return the time that belongs to the times of the history."""
-        return round(self._began_wall + self._view.clock.monotonic() - self._began, 3)
+        return round(self._truth.wall_of(self._view.clock.monotonic()), 3)
 
     def _judged(self) -> dict[str, dict[str, str]]:
         """Return state and fact of each node."""

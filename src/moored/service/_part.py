@@ -132,10 +132,10 @@ class Part:
     #: Whether the service is not ready while this part is not: it cannot serve requests. Without
     #: it the service is degraded instead, and `/v1/health` still returns 200.
     required: bool = True
-    #: The parts that this one depends on, and its servers as "host:port": of two parts that fail,
-    #: one may be the cause of the other only if they have one of these in common.
+    #: The parts that this one depends on, and its servers as "host:port": while one of them is
+    #: down, this part waits for it.
     ties: Collection[str] = ()
-    #: What it is: one of `KINDS`.
+    #: What it is: one of `KINDS`, or a word for a component, such as "importer".
     kind: str = "component"
     #: What its servers are, in words, such as "PostgreSQL".
     server: str = "server"

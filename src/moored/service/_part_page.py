@@ -53,7 +53,6 @@ class PartPages:
             "settings": [each._asdict() for each in part.settings()] if part is not None else [],
             "explain": self._view.explain(name)["explanation"] if known else judged["fact"],
             "tree": self._tree(name),
-            "actions": [],
             "events": [[each.wall, _words(each)] for each in self._events(name)],
         }
 

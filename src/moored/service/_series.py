@@ -169,7 +169,7 @@ class Sampler:
                     if before is None or passed <= 0 or reading.value < before:
                         continue
                     values[name] = _rounded((reading.value - before) / passed)
-                elif isfinite(reading.value):
+                else:
                     values[name] = _rounded(reading.value)
         self._counted, self.last = counted, values
         return values
@@ -181,15 +181,16 @@ class Sampler:
             kind = self._kinds[part]
             found = list(_READERS.get(kind, _component)(numbers))
             if not self._few:
-                return found[:2]  # the main number, and the flow
-            if kind == "pool":
+                found = found[:2]  # the main number, and the flow
+            elif kind == "pool":
                 found += self._latencies(part, numbers["latency"])
+            # A counter of a user may be a Decimal, or NaN.
+            return [each._replace(value=_finite(each.value)) for each in found]
         except Exception as error:
             if part not in self._broken:
                 self._broken.add(part)
                 log.warning("the numbers of %s cannot be read: %s", part, describe(error))
             return []
-        return found
 
     def _latencies(self, part: str, counts: Sequence[int]) -> Iterator[Reading]:
         """Yield how long callers have waited since the last sample."""
@@ -226,6 +227,11 @@ def quantile(counts: Sequence[int], share: float) -> float | None:
             return low + (BUCKETS[place] - low) * left / count
         left -= count
     return BUCKETS[-1]
+
+
+def _finite(value: Any) -> float | None:
+    number = None if value is None else float(value)
+    return number if number is not None and isfinite(number) else None
 
 
 def _rounded(value: float) -> float:

@@ -38,7 +38,7 @@ __all__ = ["Service", "address_of"]
 
 ROOT = "moored"
 #: The kinds of parts that keep their place while they wait.
-KEEPING = ("stream", "consumer", "broker")
+KEEPING = ("stream", "consumer")
 
 
 class Service:
@@ -169,7 +169,7 @@ class Service:
             self.recorder.subscribe(self._counter),
             self.recorder.subscribe(self.live.sink),
         )
-        self.truth.subscribe(lambda changed: self.live.changed())
+        self.truth.subscribe(self.live.changed)
         self.truth.start()
         self.live.start()
         try:

@@ -25,9 +25,9 @@ from moored.kernel import (
 )
 
 from ._health import READY_STATES, WORKING, PartHealth, Status
-from ._incidents import Incidents
-from ._judge import Judged, Observed, judge, needed
-from ._part import System, costs_of
+from ._incidents import AGAIN, Incidents
+from ._judge import GOOD, Judged, Observed, judge, needed
+from ._part import System
 from ._spans import clock_time, span
 from ._words import Now, answer, as_data, lines_of, name_of, sentence, step_words
 
@@ -44,6 +44,8 @@ REST = 4.0
 NEW = 10.0
 #: Seconds until an incident is logged: its root may still be found.
 SETTLE = 0.5
+#: Seconds by which the clock has been set, and not merely adjusted.
+STEPPED = 1.0
 #: How parts fail whose own reports do not say why.
 BY_LINKS = ("silent", "unreachable", "lost", "waits", "follows", "callers")
 NONE = Callers()
@@ -88,27 +90,35 @@ class Truth:
         self._started = started
         self._began = clock.monotonic()
         self._details: dict[str, str] = {}
-        #: When each part has worked for the last time; those that never have are missing.
+        #: When each part has worked for the last time.
         self._worked_at: dict[str, float] = {}
+        #: The parts that have worked since they last stood by or slept.
+        self._worked: set[str] = set()
         self._judged: dict[str, Judged] = {}
         #: Since when each part and server is in its state.
         self._since: dict[str, float] = {}
         self._incidents = Incidents(lambda node, of: (step_words(node, of), name_of(node, of)))
         self._stopped = False
-        #: The incidents whose beginning was logged, and those whose end was, too.
-        self._logged: dict[int, str] = {}
         self._failures: deque[Event] = deque(maxlen=FAILURES)
         self._timers: Timers | None = None
+        #: Whether a part has reported since the last look.
+        self._reported = True
         #: When the last look ended, and how long it took.
         self._looked = self._took = 0.0
         self._unsubscribe: Callable[[], None] = lambda: None
-        self._subscribers: list[Callable[[list[dict[str, Any]]], None]] = []
+        self._subscribers: list[Callable[[], None]] = []
+        #: What to add to a monotonic time, to get seconds since 1970.
+        self._wall = clock.wall() - clock.monotonic()
+        #: When each node was well at the last look at which it was.
+        self._good_at: dict[str, float] = {}
+        #: The methods of systems that have failed.
+        self._broken: set[tuple[str, str]] = set()
 
     # -- queries -------------------------------------------------------------------------------
 
     def judged(self) -> Mapping[str, Judged]:
         """Return the judgement of each part and server."""
-        if self._timers is None or not self._judged:
+        if self._timers is None or self._reported:
             self.look()
         return self._judged
 
@@ -126,10 +136,21 @@ class Truth:
         now = self._fresh()
         return [as_data(each, now) for each in now.incidents]
 
-    def incident_of(self, node: str) -> int | None:
-        """Return the number of the incident that affects a part or server now."""
-        found = self._incidents.of(node)
-        return None if found is None else found.id
+    def incident(self, number: int) -> dict[str, Any] | None:
+        """Return the incident with this number as plain data, if it is still kept."""
+        now = self._now()
+        return next((as_data(each, now) for each in now.incidents if each.id == number), None)
+
+    def affected(self) -> dict[str, int]:
+        """Return the number of the incident that affects each part or server now."""
+        return {n: each.id for each in reversed(self._incidents.open()) for n in each.affected()}
+
+    def wall_of(self, at: float) -> float:
+        """Return a monotonic time in seconds since 1970, by the clock as it is set now."""
+        wall = self._clock.wall() - self._clock.monotonic()
+        if abs(wall - self._wall) > STEPPED:  # and not when it is adjusted slowly
+            self._wall = wall
+        return at + self._wall
 
     def totals(self) -> tuple[dict[str, int], dict[str, float], float]:
         """Return the number and the seconds of past incidents by root, and those of the present."""
@@ -195,10 +216,14 @@ class Truth:
             return
         self._details[part] = detail
         if before in ("waiting", "sleeping") and state == "starting":
-            self._worked_at.pop(part, None)  # it takes over, or wakes up: nothing has failed
+            # It takes over, or wakes up: nothing has failed.
+            self._worked.discard(part)
+            self._worked_at.pop(part, None)
         elif before in WORKING and state not in WORKING:
+            self._worked.add(part)
             self._worked_at[part] = self._clock.monotonic()
         if before != state and self._timers is not None:
+            self._reported = True
             self._look_soon()
 
     @property
@@ -215,8 +240,8 @@ class Truth:
         found = self._incidents.by_fault(fault, since)
         return None if found is None else as_data(found, self._now())
 
-    def subscribe(self, changed: Callable[[list[dict[str, Any]]], None]) -> Callable[[], None]:
-        """Call back with each list of incidents that have changed; return how to unsubscribe."""
+    def subscribe(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Call back when incidents have changed; return how to unsubscribe."""
         self._subscribers.append(changed)
         return lambda: self._subscribers.remove(changed)
 
@@ -226,7 +251,8 @@ class Truth:
         """Judge all parts and servers now."""
         if self._stopped:
             return
-        now, wall = self._clock.monotonic(), self._clock.wall() - self._clock.monotonic()
+        self._reported = False
+        now = self._clock.monotonic()
         systems, conditions = self._systems_of_parts(), self._monitor.conditions()
         states = self._health.states(conditions)
         seen = {
@@ -234,14 +260,15 @@ class Truth:
             for part in self._ties
         }
         before = self._judged
-        self._judged = judge(seen, self._ties, self._runs, now)
+        self._judged = judge(seen, self._ties, self._runs, now, self._good_at)
         for node, each in self._judged.items():
             if node not in before or before[node].state != each.state:
                 self._since[node] = now
+            if each.state in GOOD:
+                self._good_at[node] = now
         self._incidents.count(now, self._costs)
         changed = self._incidents.update(
             now,
-            wall,
             self._judged,
             cache(lambda: needed(seen, self._ties, self._runs)),
             self._costs,
@@ -249,10 +276,8 @@ class Truth:
         self._add_failures(now)
         self._log_outages(now)
         if changed:
-            found = self._now()
-            data = [as_data(each, found) for each in changed]
             for tell in tuple(self._subscribers):
-                tell(data)
+                tell()
 
     def _look_again(self) -> None:
         assert self._timers is not None
@@ -280,17 +305,25 @@ class Truth:
     ) -> Observed:
         if health in WORKING:
             self._worked_at[part] = now
-        links = [self._known(part, link) for each in systems for link in _call(each, "links", ())]
-        callers = [
-            each for each in (_call(each, "hanging", NONE) for each in systems) if each.number
+        # What begins degraded, and stays so, works in part.
+        if health in WORKING or (health == "degraded" and now - self._began > NEW):
+            self._worked.add(part)
+        links = [
+            self._known(part, link)
+            for each in systems
+            for link in self._ask(part, each, "links", ())
         ]
-        facts = (_call(each, "fact", "") for each in systems)
+        callers = [
+            each
+            for each in (self._ask(part, each, "hanging", NONE) for each in systems)
+            if each.number
+        ]
+        facts = (self._ask(part, each, "fact", "") for each in systems)
         detail = self._details.get(part, "")
         return Observed(
             health,
             detail,
-            # What begins degraded, and stays so, works in part.
-            worked=part in self._worked_at or (health == "degraded" and now - self._began > NEW),
+            worked=part in self._worked,
             says=self._health.says(part),
             links=links,
             callers=_all_of(callers) if callers else NONE,
@@ -298,6 +331,18 @@ class Truth:
             worked_at=self._worked_at.get(part) or self._health.since(part, conditions),
             follows=self._incidents.follows(part, now),
         )
+
+    def _ask(self, part: str, system: System, name: str, otherwise: Any) -> Any:
+        """Call a method that a system may have; the first failure of each is logged."""
+        if (method := getattr(system, name, None)) is None:
+            return otherwise
+        try:
+            return method()
+        except Exception as error:
+            if (part, name) not in self._broken:
+                self._broken.add((part, name))
+                log.warning("%s() of %s failed: %s", name, part, describe(error))
+            return otherwise
 
     def _known(self, part: str, link: Link) -> Link:
         """Return a link, to the only server that the part is known to need if it names another."""
@@ -314,8 +359,12 @@ class Truth:
         return found
 
     def _costs(self) -> dict[str, Counter[str]]:
-        systems = self._systems_of_parts()
-        return {part: costs_of(found) for part, found in systems.items()}
+        found: dict[str, Counter[str]] = {}
+        for part, systems in self._systems_of_parts().items():
+            found[part] = Counter()
+            for each in systems:
+                found[part].update(self._ask(part, each, "costs", {}))
+        return found
 
     def _fresh(self) -> Now:
         self.judged()
@@ -328,7 +377,7 @@ class Truth:
             self._judged,
             self._incidents.all(now),
             now,
-            self._clock.wall() - now,
+            self.wall_of(0.0),
             self._began,
             started=self._started(),
             ready=status in READY_STATES,
@@ -354,32 +403,20 @@ class Truth:
 
     def _log_outages(self, now: float) -> None:
         """Log each incident when its root has been found, and when it is over."""
-        for incident in self._incidents.all(now)[:FAILURES]:
-            done = self._logged.get(incident.id, "")
-            if done == "over" or (incident.ended is None and done):
-                continue
-            data = as_data(incident, self._now())
-            number, what = incident.id, data["what"]
-            if not done and (incident.ended is not None or now - incident.noticed >= SETTLE):
-                self._logged[number] = "begun"
-                log.warning("outage %d: %s", number, ": ".join(filter(None, (what, data["why"]))))
-            if incident.ended is not None and now - incident.ended >= SETTLE:
-                self._logged[number] = "over"
+        for incident in self._incidents.all(now):
+            ended, number = incident.ended, incident.id
+            if not incident.logged and (ended is not None or now - incident.noticed >= SETTLE):
+                incident.logged = "begun"
+                data = as_data(incident, self._now())
+                text = ": ".join(filter(None, (data["what"], data["why"])))
+                log.warning("outage %d: %s", number, text)
+            # Not before: the same trouble may return, and make it longer.
+            if incident.logged == "begun" and ended is not None and now - ended >= AGAIN:
+                incident.logged = "over"
+                data = as_data(incident, self._now())
                 lasted, cost = span(data["lasted"]), data["cost_words"]
-                log.info("outage %d is over after %s: %s; %s", number, lasted, what, cost)
+                log.info("outage %d is over after %s: %s; %s", number, lasted, data["what"], cost)
 
 
 def _all_of(callers: Sequence[Callers]) -> Callers:
     return Callers(sum(each.number for each in callers), max(each.longest for each in callers))
-
-
-def _call(system: System, name: str, otherwise: Any) -> Any:
-    """Call a method that a system may have."""
-    method = getattr(system, name, None)
-    if method is None:
-        return otherwise
-    try:
-        return method()
-    except Exception as error:
-        log.warning("the %s() of a part failed: %s", name, describe(error))
-        return otherwise

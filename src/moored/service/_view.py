@@ -29,7 +29,7 @@ __all__ = ["View", "grafted"]
 
 log = logging.getLogger("moored.service")
 
-#: Events in a full state, which is sent at every change.
+#: Events in a full state, and in an explanation.
 RECENT = 50
 
 
@@ -195,7 +195,7 @@ class View:
                 if not text or text.startswith(" "):
                     lines = [*self._health_of(part), *lines]
                 return "\n".join([*lines, *self._history_of(part)])
-        name = component.partition("/")[2] or component
+        name = component if component in self.truth.judged() else component.partition("/")[2]
         if name not in self.parts() and name in self.truth.judged():
             return "\n".join([*self.truth.explain(name), *self.truth.outage_of(name)])
         if name in self.parts():

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from shlex import quote
 from typing import Any, NamedTuple
 
 from moored.kernel import counted
@@ -140,7 +141,7 @@ def _of_server(name: str, found: Judged, why: str) -> Words:
 
 def as_data(incident: Incident, at: Now) -> dict[str, Any]:
     """Return an incident as plain data for JSON, with all its words."""
-    words, wall = _words(incident.root, _judged(incident, at), at.judged), incident.wall
+    words, wall = _words(incident.root, _judged(incident, at), at.judged), at.wall
     costs = {name: number for name, number in incident.costs.items() if number > 0}
     over = incident.ended is not None
     return {
@@ -185,7 +186,7 @@ def _do(text: str, command: str | None = None, note: str = "") -> dict[str, Any]
 
 
 def _do_about(node: str, words: Words) -> dict[str, Any]:
-    return _do(words.do, f"moored explain {node}" if words.explain else None, words.note)
+    return _do(words.do, f"moored explain {quote(node)}" if words.explain else None, words.note)
 
 
 # -- the answer --------------------------------------------------------------------------------
@@ -269,7 +270,7 @@ def _broken(incident: Incident, others: Sequence[Incident], at: Now) -> dict[str
         words.now,
         node=node,
         incident=incident.id,
-        since=incident.sign_of_life + incident.wall,
+        since=incident.sign_of_life + at.wall,
         lasted=incident.lasted(at.now),
         why=words.why,
         waits=waits,
@@ -299,7 +300,9 @@ def _judged(incident: Incident, at: Now) -> Judged:
     """Return how the root of an incident is now, or how it was at worst if that is over."""
     now = at.judged.get(incident.root)
     own = now is not None and now.state in BAD and incident.root in now.roots
-    return now if now is not None and own and incident.ended is None else incident.judged
+    if now is None or not own or incident.ended is not None:
+        return incident.judged
+    return now if now.why else replace(now, why=incident.judged.why)
 
 
 def _starting(
@@ -322,12 +325,11 @@ def _starting(
         lasted=at.now - at.began,
         why=": ".join(dict.fromkeys(filter(None, (name, found.fact, found.why)))),
         waits=[each for each in waits if each in missing],
-        do=_do(f"If it stays so, look at {name}:", f"moored explain {node}"),
+        do=_do(f"If it stays so, look at {name}:", f"moored explain {quote(node)}"),
         also=[
             *(f"{name_of(each, at.judged)}: {at.judged[each].fact}" for each in also),
             *map(partial(_also, at), others),
         ],
-        starting={"ready": ready, "of": watched} if state == "starting" else None,
     )
 
 
@@ -377,8 +379,6 @@ def _answer(state: str, what: str, **more: Any) -> dict[str, Any]:
         "waiting": "",
         "do": _do(""),
         "also": [],
-        "behind": "",
-        "starting": None,
         **more,
     }
 

@@ -21,8 +21,10 @@ _FENCE_KEPT = "7 days"
 TABLES = ("leases", "fences", "rates", "guards")
 
 # "if not exists" raises if another session creates the schema at the same time: for an outbox, say.
+# A session that has looked for the schema before learns of it when it opens a table.
 _SCHEMA = """\
 select pg_advisory_xact_lock(hashtextextended('moored.schema', 0));
+select from pg_namespace limit 0;
 create schema if not exists {schema};
 """
 _DDL = """\

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from psycopg.conninfo import conninfo_to_dict
-
 from moored.kernel import Link
+from moored.reservoir._conninfo import resolve
+from moored.reservoir._conninfo import server_of as address_of
 
 from ._health import ConnectionState
 
@@ -23,10 +23,7 @@ POOLS = {"admin": "pool of administration", "snapshot": "pool of callers"}
 
 def server_of(url: str) -> str:
     """Return the address of the server of a connection string: "db:5432", "one:5432,two:5433"."""
-    words = conninfo_to_dict(url)
-    hosts = str(words.get("host") or words.get("hostaddr") or "localhost").split(",")
-    ports = str(words.get("port") or "5432").split(",")
-    return ",".join(f"{host}:{ports[min(n, len(ports) - 1)]}" for n, host in enumerate(hosts))
+    return address_of(resolve(url, {}))
 
 
 def links(

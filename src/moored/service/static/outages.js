@@ -25,7 +25,7 @@ function row(outage, open) {
       h("span.what", outage.what),
       over ? h("span.took", took(outage.lasted)) : counting(outage.sign_of_life, "took"),
       h("span.why", outage.why),
-      h("span.cost.quiet", (!over && outage.waiting?.words) || outage.cost_words || "nothing failed")),
+      h("span.cost.quiet", (model.state.answer.incident === outage.id && model.state.answer.waiting) || outage.cost_words)),
     open && steps(outage));
 }
 

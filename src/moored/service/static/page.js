@@ -137,10 +137,9 @@ function moved() {
 }
 
 async function copy(button) {
-  await navigator.clipboard?.writeText(button.dataset.copy);
-  const said = button.textContent;
+  await navigator.clipboard.writeText(button.dataset.copy);
   button.firstChild.data = "Copied";
-  setTimeout(() => (button.firstChild.data = said), 1500);
+  setTimeout(() => (button.firstChild.data = "Copy"), 1500);
 }
 
 const THEMES = ["system", "light", "dark"];

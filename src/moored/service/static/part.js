@@ -5,7 +5,7 @@ import { membersOf } from "./map.js";
 import { outageRows } from "./outages.js";
 import { copyButton, partSentence } from "./sentence.js";
 import { spanLinks } from "./timeline.js";
-import { factOf, model, outagesOf, readPart, stateOf } from "./wire.js";
+import { factOf, model, outagesOf, readNumbers, readPart, stateOf } from "./wire.js";
 import { clock, glyph, known, STATE, took, toPart } from "./words.js";
 
 const READ_EVERY = 10_000;
@@ -30,6 +30,7 @@ function ask(name, changed) {
   if (asked && asked.key === key && at - asked.at < READ_EVERY) return;
   if (asked?.name !== name) [about, missing] = [begun(name), ""];
   asked = { name, key, at };
+  readNumbers(name).catch(console.error);
   readPart(name).then(
     (found) => {
       if (asked.name === name) [about, missing] = [found, ""];

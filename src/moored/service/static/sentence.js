@@ -8,7 +8,8 @@ const SPEAK_EVERY = 5000;
 // A clock that counts on by itself: the page fills it twice a second.
 export const counting = (since, name = "quiet") => h(`span.${name}.count`, { key: "count", "data-since": since });
 
-export const copyButton = (text) => h("button", { type: "button", class: "copy", "data-copy": text }, "Copy");
+// Without a secure connection, a page may not write to the clipboard.
+export const copyButton = (text) => navigator.clipboard && h("button", { type: "button", class: "copy", "data-copy": text }, "Copy");
 
 const joined = (kids) => kids.flatMap((kid, place) => (place ? [", ", kid] : [kid]));
 
@@ -25,10 +26,10 @@ function five(answer) {
     row("Since", [h("strong", clock(answer.since)), " ", counting(answer.since)]),
     answer.why && row("Why", answer.why),
     row("Who waits", [
-      answer.waits.length ? joined(answer.waits.map(partLink)) : "nobody",
+      answer.waits.length ? joined(answer.waits.map(partLink)) : "no other part",
       answer.keeps && h("span.quiet", `. ${answer.keeps}`),
     ]),
-    row("Cost so far", [!answer.cost.includes(answer.waiting) && answer.waiting, answer.cost].filter(Boolean).join("; ")),
+    row("Cost so far", answer.cost),
     answer.do && row("What to do", todo(answer.do), "do"),
   );
 }
@@ -49,7 +50,6 @@ export function sentence() {
   return card(answer.state, "How the service is",
     big(answer.what),
     answer.sub && h("p.sub", answer.sub),
-    answer.behind && h("p.sub", answer.behind),
     bad && five(answer));
 }
 
@@ -77,7 +77,7 @@ export function speak(element) {
   if (model.lostSince) text = "No contact with the service.";
   else if (answer?.state === "down" || answer?.state === "degraded") {
     const waits = answer.waits.length ? `Waiting: ${answer.waits.join(", ")}.` : "";
-    text = [answer.what, `Since ${clock(answer.since)}.`, answer.why, waits, answer.keeps, answer.waiting, answer.cost, answer.do?.text, answer.do?.command, answer.do?.note].filter(Boolean).join(" ");
+    text = [answer.what, `Since ${clock(answer.since)}.`, answer.why, waits, answer.keeps, answer.cost.replace(answer.waiting, "").replace(/^; /, ""), answer.do?.text, answer.do?.command, answer.do?.note].filter(Boolean).join(" ");
   } else if (answer) text = answer.what;
   if (element.textContent === text) return;
   spoken = performance.now();

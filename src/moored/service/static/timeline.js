@@ -11,12 +11,16 @@ const TICKS = { 120: [15, 40], 900: [120, 300], 3600: [600, 1200] };
 export const SPANS = [[120, "2 min"], [900, "15 min"], [3600, "1 h"]];
 export const span = () => (SPANS.some(([each]) => String(each) === address().span) ? Number(address().span) : 900);
 
-// The outage that the address names by its time of day.
+// The outage that the address names, by its time of day for people and by its number.
 export function chosen() {
-  const { at } = address();
-  return at && model.outages.find((each) => clock(each.sign_of_life) === at);
+  const { at, outage } = address();
+  const [same, alike] = [(each) => String(each.id) === outage, (each) => clock(each.sign_of_life) === at];
+  return at && (model.outages.find(same) ?? model.outages.find(alike));
 }
-export const toOutage = (outage) => link({ at: outage === chosen() ? null : clock(outage.sign_of_life) });
+export function toOutage(outage) {
+  const open = outage === chosen();
+  return link({ at: open ? null : clock(outage.sign_of_life), outage: open ? null : outage.id });
+}
 
 // -- lanes
 

@@ -3,6 +3,7 @@ import { setZone } from "./words.js";
 
 const RETRY_AFTER = 2000;
 const KEPT = { 2: 452, 20: 182 };
+const MOST = 500; // outages, and states of a part
 
 export const model = {
   state: null, // of the stream's first event: name, version, began, answer, nodes, map, demo
@@ -43,8 +44,8 @@ async function read(path) {
 
 export const readPart = (name) => read(`v1/parts/${name.split("/").map(encodeURIComponent).join("/")}`);
 
-async function history(span) {
-  const found = await read(`v1/history?span=${span}`);
+async function history(span, part = "") {
+  const found = await read(`v1/history?span=${span}&part=${encodeURIComponent(part)}`);
   const numbers = { step: found.step, times: [], values: {}, most: {}, fold: {} };
   for (const [name, { values, most, ...about }] of Object.entries(found.series)) {
     model.series[name] = about;
@@ -69,11 +70,20 @@ export async function readHour(changed) {
   changed();
 }
 
+// Read the numbers of a part in a stack: ticks have those of the map alone.
+export async function readNumbers(part) {
+  if (model.state.map.nodes.some((each) => each.id === part)) return;
+  const [{ times, values }] = await history(900, part);
+  const place = (t) => Math.round((t - times[0]) / 2);
+  for (const name in values) model.recent.values[name] = model.recent.times.map((t) => values[name][place(t)] ?? NaN);
+}
+
 // Add the newest values; those of the hour are the least and the most of each 20 s.
 function append(numbers, t) {
   const { times, values, most, step, fold } = numbers;
+  const sent = new Set(model.state.map.nodes.map((each) => each.id));
   for (const name in values) {
-    const value = lastOf(name) ?? NaN;
+    const value = (sent.has(model.series[name].part) ? lastOf(name) : null) ?? NaN;
     const [low, high] = fold[name] ?? [value, value];
     fold[name] = [value < low ? value : low, value > high ? value : high];
   }
@@ -103,7 +113,7 @@ function heard(t) {
 }
 
 function keep(outage) {
-  model.outages = [outage, ...model.outages.filter((each) => each.id !== outage.id)].sort((a, b) => b.id - a.id);
+  model.outages = [outage, ...model.outages.filter((each) => each.id !== outage.id)].sort((a, b) => b.id - a.id).slice(0, MOST);
 }
 
 const onEvent = {
@@ -120,7 +130,7 @@ const onEvent = {
     for (const name in nodes ?? {}) {
       const before = stateOf(name);
       model.state.nodes[name] = nodes[name];
-      if (before !== nodes[name].state) (model.lanes[name] ??= []).push([t, nodes[name].state, null]);
+      if (before !== nodes[name].state) model.lanes[name] = [...(model.lanes[name] ?? []).slice(-MOST), [t, nodes[name].state, null]];
     }
     for (const numbers of [model.recent, model.hour]) {
       if (!numbers) continue;

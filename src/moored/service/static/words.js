@@ -92,7 +92,7 @@ export function measured(value, unit) {
 
 // -- links
 
-// What the address shows: part, at, span, drawer, words, lanes, outages; without a value: "".
+// What the address shows: part, at, outage, span, drawer, words, lanes, outages; without a value: "".
 let read = null;
 let found = {};
 export function address() {
@@ -109,4 +109,4 @@ export function link(change) {
   return `#${all.map(([name, value]) => (value === "" ? name : `${name}=${encodeURIComponent(value)}`)).join("&")}`;
 }
 
-export const toPart = (name) => link({ part: name, at: null, words: null });
+export const toPart = (name) => link({ part: name, at: null, outage: null, words: null });
