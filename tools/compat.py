@@ -31,7 +31,7 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moor
 WORK = CACHE / "work"
 UV = WORK / "uv"
 CHROOT = CACHE / "debian"
-MIRROR, SUITE = "http://deb.debian.org/debian", "forky"
+SUITE = "forky"
 #: The PostgreSQL of the chroot, and its suite: newer than the one of `make servers` on Debian 12.
 POSTGRES, POSTGRES_SUITE = "17", "trixie"
 PYTHONS = ("3.11", "3.12", "3.13", "3.14", "3.15")
@@ -223,15 +223,25 @@ def _install_debian() -> None:
     packages = ["ca-certificates", *(f"python{each}" for each in PYTHONS[2:])]
     run(
         *("env", f"DEBOOTSTRAP_DIR={share}", tool / "usr/sbin/debootstrap", "--variant=minbase"),
-        *(f"--include={','.join(packages)}", SUITE, CHROOT, MIRROR, share / "scripts/sid"),
+        *(f"--include={','.join(packages)}", SUITE, CHROOT, _mirror(), share / "scripts/sid"),
     )
     (CHROOT / "made").touch()
+
+
+def _mirror() -> str:
+    """Return the mirror of Debian that this machine uses."""
+    command = ["apt-get", "indextargets", "--format", "$(CODENAME) $(REPO_URI)", "Origin: Debian"]
+    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    pairs = [line.split() for line in found.splitlines()]
+    # Updates and security have suites of their own.
+    return next(uri for suite, uri in pairs if "-" not in suite)
 
 
 def _install_postgres() -> None:
     print(f"compat: installing PostgreSQL {POSTGRES} in {CHROOT}", flush=True)
     etc = CHROOT / "etc"
-    (etc / "apt/sources.list.d/postgres.list").write_text(f"deb {MIRROR} {POSTGRES_SUITE} main\n")
+    source = f"deb {_mirror()} {POSTGRES_SUITE} main\n"
+    (etc / "apt/sources.list.d/postgres.list").write_text(source)
     (etc / "postgresql-common").mkdir(exist_ok=True)
     (etc / "postgresql-common/createcluster.conf").write_text("create_main_cluster = false\n")
     # Debootstrap, too, takes the lists of a mirror that are older than they should be.
