@@ -72,7 +72,7 @@ def _broker(it: Numbers) -> Facts:
     lost = sum(it["dropped"].values()) + sum(it["resets"].values())
     yield (
         "Lost",
-        f"{lost} times a client may have missed events" if lost else "nobody lost an event",
+        f"{lost} times a client may have missed events" if lost else "no event",
     )
     if refused := sum(it["refused"].values()):
         yield "Refused", counted(refused, "stream")

@@ -253,7 +253,7 @@ class Incidents:
         return found
 
     def _drop_oldest(self) -> None:
-        """Drop the oldest incident that is over, if there are too many."""
+        """Drop the oldest incident that has ended, if there are too many."""
         if len(self._all) > MOST:
             oldest = next((each for each in self._all if each.ended is not None), None)
             if oldest is not None:

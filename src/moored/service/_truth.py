@@ -402,7 +402,7 @@ class Truth:
                 self._failures.remove(event)
 
     def _log_outages(self, now: float) -> None:
-        """Log each incident when its root has been found, and when it is over."""
+        """Log each incident when its root has been found, and when it has ended for good."""
         for incident in self._incidents.all(now):
             ended, number = incident.ended, incident.id
             if not incident.logged and (ended is not None or now - incident.noticed >= SETTLE):
@@ -415,7 +415,7 @@ class Truth:
                 incident.logged = "over"
                 data = as_data(incident, self._now())
                 lasted, cost = span(data["lasted"]), data["cost_words"]
-                log.info("outage %d is over after %s: %s; %s", number, lasted, data["what"], cost)
+                log.info("outage %d ended after %s: %s; %s", number, lasted, data["what"], cost)
 
 
 def _all_of(callers: Sequence[Callers]) -> Callers:

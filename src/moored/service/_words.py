@@ -165,7 +165,7 @@ def as_data(incident: Incident, at: Now) -> dict[str, Any]:
         "cost": costs,
         "cost_words": cost_words(costs) or "nothing failed",
         "waiting": None if over else _waiting(incident),
-        "do": _do("Nothing: it is over.") if over else _do_about(incident.root, words),
+        "do": _do("Nothing: it has ended.") if over else _do_about(incident.root, words),
         "fault": incident.fault,
     }
 
@@ -297,7 +297,7 @@ def _subject(incident: Incident, at: Now) -> tuple[str, Judged]:
 
 
 def _judged(incident: Incident, at: Now) -> Judged:
-    """Return how the root of an incident is now, or how it was at worst if that is over."""
+    """Return how the root of an incident is now, or how it was at worst if it has ended."""
     now = at.judged.get(incident.root)
     own = now is not None and now.state in BAD and incident.root in now.roots
     if now is None or not own or incident.ended is not None:

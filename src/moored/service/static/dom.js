@@ -78,7 +78,7 @@ function set(dom, name, value) {
   else dom.setAttribute(name, value === true ? "" : value);
 }
 
-// -- how much of a text fits
+// -- how much of a string fits
 
 const pen = document.createElement("canvas").getContext("2d");
 const widths = new Map();
@@ -95,7 +95,7 @@ export function width(text, font) {
   return found;
 }
 
-// A text that is at most this wide. A sentence loses its last words, a name its middle: often only
+// A string that is at most this wide. A sentence loses its last words, a name its middle: often only
 // the ends of names differ.
 export function fit(text, room, font, { name = false } = {}) {
   const fits = (some) => width(some, font) <= room;
