@@ -47,7 +47,7 @@ def test_an_open_page_costs_at_most_two_kilobytes_per_second(demo: Running) -> N
     for name, data, size in stream:
         if first:
             sent += size
-        if name == "tick" and data["series"]:
+        if name == "tick" and data.get("series"):
             first, last = first or data["t"], data["t"]
             values |= data["series"].keys()
             ticks += 1

@@ -285,6 +285,53 @@ def test_an_outage_beside_a_part_that_has_long_been_degraded_is_one_of_its_own()
     assert seconds["live"] == pytest.approx(80.0, abs=1.0)
 
 
+def test_a_degraded_part_that_fails_first_does_not_make_the_outage_longer() -> None:
+    it = World()
+    it.report("load", "degraded", "the file is late")
+    it.wait(60.0)
+    failed = it.clock.monotonic()
+    it.report("load", "starting", "its connection is closed")
+    it.wait(0.25)
+    it.db.lose(why="refused")
+    it.stream.lose(why="refused")
+    it.wait(5.0)
+    it.db.find()
+    it.stream.find()
+    it.report("load", "degraded", "the file is late")
+    it.wait(1.0)
+    assert all(each["sign_of_life"] >= NOON + failed for each in it.truth.incidents()[:-1])
+    first = it.truth.incidents()[-1]
+    assert (first["root"], first["state"]) == ("load", "down")
+
+
+def test_a_link_that_was_silent_before_another_one_was_lost_makes_the_outage_begin_earlier() -> (
+    None
+):
+    it = World()
+    it.db.hears = it.stream.hears = False
+    it.wait(0.25)
+    it.db.hears = True
+    it.wait(6.0)
+    it.stream.link = it.stream.link._replace(vital=False, up=False, why="reset by peer", of="pool")
+    it.wait(3.0)
+    it.stream.link = it.stream.link._replace(vital=True, silent=True, of="change stream")
+    it.wait(1.0)
+    assert it.now["what"] == "postgres gets no answer on its change stream"
+    assert it.now["sign_of_life"] == NOON + 2.0
+
+
+def test_the_answer_says_that_the_root_is_back_while_others_come_back() -> None:
+    it = World()
+    it.report("server", "starting", "ended")
+    it.stream.lose(why="reset by peer")
+    it.wait(1.0)
+    it.report("server", "active")
+    it.wait(1.0)
+    answer = it.truth.answer()
+    assert answer["what"] == "PostgreSQL works again; coming back: postgres, live."
+    assert answer["do"]["text"] == "Nothing: Moored connects again by itself."
+
+
 def test_other_trouble_just_after_an_outage_is_another_outage() -> None:
     it = World()
     it.report("live", "starting", "it failed")
@@ -533,23 +580,25 @@ def test_the_answer_names_root_time_reason_waiting_cost_and_what_to_do() -> None
     assert it.truth.sentence().startswith("PostgreSQL does not answer: Connections stay open")
     assert it.truth.sentence().endswith(" Waiting for it: db, postgres, live, load.")
     lines = list(it.truth.outage_of("db"))
-    assert lines[0].startswith("  before   db waited for PostgreSQL since ")
+    assert lines[0].startswith("  now      db waits for PostgreSQL since ")
     assert lines[0].endswith(", for 15.2 s (outage 1)")
     assert list(it.truth.outage_of("chat")) == []
 
 
 def test_if_all_works_the_answer_says_for_how_long_and_what_was_last() -> None:
     it = World()
-    assert it.truth.answer()["sub"] == "8 parts, all well for 2.0 s."
+    answer = it.truth.answer()
+    assert (answer["sub"], answer["before"], answer["lasted"]) == ("8 parts, all well", "", 2.0)
     it.stream.lose(why="ended by an administrator")
     it.wait(1.25)
     it.stream.find()
     it.wait(125.25)
     answer = it.truth.answer()
     assert (answer["state"], answer["what"]) == ("works", "Everything works.")
-    assert answer["sub"].startswith("8 parts, all well for 2 min 5 s. The last outage was at ")
+    assert answer["lasted"] == 125.0
+    assert answer["before"].startswith("The last outage was at ")
     ending = ": postgres lost its change stream to PostgreSQL, 1.5 s, nothing failed."
-    assert answer["sub"].endswith(ending)
+    assert answer["before"].endswith(ending)
     assert it.truth.sentence() == "Everything works: 8 parts."
 
 

@@ -535,7 +535,7 @@ async def test_after_a_recovery_the_explanation_shows_the_last_outage() -> None:
         wiring.health("lamp", "degraded", "no light")
         wiring.health("lamp", "starting", "it burnt out")
         _, before, because = await explained()
-        assert before.startswith("  before   lamp has failed, and is coming back since ")
+        assert before.startswith("  now      lamp has failed, and is coming back since ")
         assert because == "  because  It burnt out."
         wiring.health("lamp", "active", "it shines again")
         _, before, because = await explained()

@@ -447,9 +447,9 @@ class App:
     def _add(self, part: Part, settings: Callable[[], Iterable[Declared]] | None = None) -> None:
         if self._service is not None:
             raise AppError(f"{part.name} cannot be added: the app {self.name} has been started")
-        if part.name in {*self._parts, *TAKEN} or not part.name or "/" in part.name:
+        if part.name in {*self._parts, *TAKEN, "", ".", ".."} or "/" in part.name:
             raise AppError(
-                f"the name {part.name!r} of a part is taken, empty or has a '/': "
+                f"the name {part.name!r} of a part is taken, empty, a dot or has a '/': "
                 "choose another with name="
             )
         for path in part.public:

@@ -70,6 +70,9 @@ class Consumed(Protocol):
     def behind(self) -> str:
         """What it has not handled yet; empty if it has caught up."""
 
+    def statistics(self) -> dict[str, int]:
+        """Return what is known of the items to handle."""
+
     def explain(self) -> Iterator[str]:
         """Yield what the consumer waits for."""
 
@@ -123,8 +126,11 @@ class TransactionsOfStream:
 
     @property
     def behind(self) -> str:
-        number = 0 if self._changes is None else self._changes.outstanding
+        number = self.statistics()["outstanding"]
         return f"{counted(number, 'transaction')} to handle" if number > IN_HAND else ""
+
+    def statistics(self) -> dict[str, int]:
+        return {"outstanding": 0 if self._changes is None else self._changes.outstanding}
 
     def explain(self) -> Iterator[str]:
         if self._changes is not None and (number := self._changes.outstanding):
@@ -191,6 +197,9 @@ class EventsOfOutbox:
             (each.lag for each in found.consumers if each.name == self._consumer) if found else ()
         )
         return next((f"{duration(lag)} behind" for lag in lags if lag), "")
+
+    def statistics(self) -> dict[str, int]:
+        return {}
 
     def explain(self) -> Iterator[str]:
         if self.behind:

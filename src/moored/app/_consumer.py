@@ -226,6 +226,7 @@ class _Consumer(Collector):
             f"{self._source.noun}s": self._handled,
             "resets": self._resets,
             "acknowledged": self._last,
+            **self._source.statistics(),
             **parked,
         }
 

@@ -87,7 +87,7 @@ def pool_part(entry: PartEntry, pool: AsyncConnectionPool[Any], what: str) -> Pa
     server = reservoir.recipe.server
     shown = Shown(
         numbers,
-        lambda: f"{reservoir.describe()}\n  because  {reservoir.whereabouts()}",
+        lambda: f"  because  {reservoir.describe()}\n  because  {reservoir.whereabouts()}",
         costs=costs,
         links=lambda: [reservoir.link(server)],
         hanging=lambda: reservoir.hanging,

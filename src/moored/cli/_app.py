@@ -195,12 +195,13 @@ def top(
         state = client.status()
         _show.show(state, as_json, lambda out: out.print(shown(state)))
         return 0
+    last: RenderableType = ""
     with Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             try:
-                now = shown(client.status())
+                now = last = shown(client.status())
             except CommandFailed as error:
-                now = f"{error}; trying again"
+                now = Group(Text(f"{error}; trying again. This is from before:", "bold red"), last)
             live.update(now, refresh=True)
             time.sleep(interval)
 

@@ -162,7 +162,11 @@ def _stream(now: Mapping[str, Any]) -> Table:
             f"waits for backend {blocker['pid']}, open for {duration(blocker['age'])}"
             + (f": {blocker['query']}" if blocker["query"] else ""),
         )
+    if now["lag"] is None and now["silent"]:
+        row("stream", f"nothing heard for {duration(now['silent'])}: unknown how far behind")
+    caught_up = "waits for the stream"
     if now["lag"] is not None:
+        caught_up = "caught up"
         row("stream", f"{decimal(now['lag']['bytes'])} behind, {duration(now['lag']['seconds'])}")
     if now["slot"]["retained"] is not None:
         row("log", f"{decimal(now['slot']['retained'])} kept on the server")
@@ -176,7 +180,7 @@ def _stream(now: Mapping[str, Any]) -> Table:
         row(
             f"consumer {name}",
             ("" if consumer["attached"] else "not attached, ")
-            + (f"{consumer['outstanding']} to handle" if consumer["outstanding"] else "caught up"),
+            + (f"{consumer['outstanding']} to handle" if consumer["outstanding"] else caught_up),
         )
     return table
 

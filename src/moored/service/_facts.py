@@ -48,9 +48,12 @@ def _stream(it: Numbers) -> Facts:
         yield "Server", f"PostgreSQL {server['version']}"
     if (lag := it["lag"]) is not None:
         yield "Behind", f"{_size(lag['bytes'])}, {duration(lag['seconds'])}"
+    elif it["silent"]:
+        yield "Behind", f"unknown: nothing heard for {duration(it['silent'])}"
     for name, each in it["consumers"].items():
         left = each["outstanding"]
-        text = f"{counted(left, 'transaction')} to handle" if left else "caught up"
+        text = "caught up" if lag is not None else "waits for the stream"
+        text = f"{counted(left, 'transaction')} to handle" if left else text
         yield f"Consumer {name}", text if each["attached"] else f"{text}, not connected"
     if (kept := it["slot"]["retained"]) is not None:
         yield "Kept on the server", f"{_size(kept)} of its log for this stream"
@@ -100,6 +103,8 @@ def _channel(it: Numbers) -> Facts:
 def _consumer(it: Numbers) -> Facts:
     noun = "transactions" if "transactions" in it else "events"
     yield "Handled", f"{it[noun]} {noun}, {counted(it['resets'], 'reset')}"
+    if "outstanding" in it:
+        yield "To handle", counted(it["outstanding"], "transaction")
     if "parked" in it:
         yield "Parked", counted(it["parked"], "item")
 

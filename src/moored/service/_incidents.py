@@ -8,6 +8,7 @@ own. No I/O: the judgements and the time are passed in.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -77,6 +78,8 @@ class Incident:
     fault: str | None = None
     #: Since when the root works again, while others still come back.
     root_back: float | None = None
+    #: The end of an incident that it continues: it does not begin before.
+    after: float = -math.inf
     #: How much of it was logged.
     logged: Literal["", "begun", "over"] = ""
 
@@ -138,6 +141,11 @@ class Incidents:
     def of(self, node: str) -> Incident | None:
         """Return the incident that affects a part or server now."""
         return next((each for each in self.open() if node in each.affected()), None)
+
+    def since(self, node: str) -> float | None:
+        """Return since when a node is affected by an incident; None if it is not."""
+        found = self.of(node)
+        return None if found is None else found.spans[node][0].begin
 
     def last_of(self, node: str) -> Incident | None:
         """Return the last incident that has affected a part or server."""
@@ -227,15 +235,17 @@ class Incidents:
         needs: Mapping[str, Collection[str]],
     ) -> Incident:
         """Return the incident of a root: one that it belongs to, or a new one."""
-        at = judged[root].heard_at
+        at, after = judged[root].heard_at, -math.inf
         at = now if at is None else min(at, now)
         for each in sorted(self._open, key=lambda each: each.root != root):
             if each.root == root:
+                if now - each.noticed < YOUNG:  # another of its links may have been lost before
+                    self._begin_earlier(each, at)
                 return each
             if root in each.affected():
                 if each.root_back is None or now - each.root_back < GRACE:
                     return each
-                at = max(at, each.root_back)  # from then on it is its own fault
+                after = each.root_back  # from then on it is its own fault
             elif now - each.noticed < YOUNG and _share(root, each.root, needs):
                 return each
         for each in reversed(self._all):
@@ -245,8 +255,9 @@ class Incidents:
                 self._open.append(each)
                 return each
         self._number += 1
+        at = max(at, after)
         found = Incident(self._number, root, judged[root], at, now, self._costs_before(at))
-        found.fault = self.fault
+        found.fault, found.after = self.fault, after
         self._all.append(found)
         self._open.append(found)
         self._drop_oldest()
@@ -267,7 +278,7 @@ class Incidents:
 
     def _begin_earlier(self, incident: Incident, at: float | None) -> None:
         """Let an incident begin at this time, unless it began before."""
-        if at is not None and at < incident.sign_of_life:
+        if at is not None and incident.after <= at < incident.sign_of_life:
             incident.sign_of_life, incident.costs_before = at, self._costs_before(at)
 
     def _follow_roots(self, judged: Mapping[str, Judged], now: float) -> None:
@@ -289,11 +300,8 @@ class Incidents:
     def _describe(self, incident: Incident, root: str, judged: Mapping[str, Judged]) -> None:
         """Keep the judgement of the root that says most."""
         found = judged[root]
-        if root == incident.root and found.how in _WORSE:
-            known = incident.judged.how
-            rank = _WORSE.index(known) if known in _WORSE else -1
-            if _WORSE.index(found.how) > rank:
-                incident.judged = found
+        if root == incident.root and _badness(found) > _badness(incident.judged):
+            incident.judged = found
 
     def _affect(
         self, incident: Incident, node: str, judged: Mapping[str, Judged], now: float
@@ -355,9 +363,14 @@ def _share(one: str, other: str, needs: Mapping[str, Collection[str]]) -> bool:
     return bool({one, *needs.get(one, ())} & {other, *needs.get(other, ())})
 
 
+def _badness(found: Judged) -> tuple[int, bool]:
+    """Return how bad a judgement of a root is; what it does not work without counts more."""
+    return _WORSE.index(found.how) if found.how in _WORSE else -1, found.state == "down"
+
+
 def _plain(why: str) -> str:
-    """Return a reason without the class of the error."""
-    return re.sub(r" \(\w+\)$", "", why)
+    """Return a reason without the classes of errors."""
+    return re.sub(r" \([A-Z]\w+\)", "", why)
 
 
 def _add(incident: Incident, numbers: Counter[str], seconds: dict[str, float]) -> None:

@@ -55,8 +55,9 @@ class Observed:
     callers: Callers = field(default_factory=Callers)
     #: The fact that is shown while it works.
     fact: str = ""
-    #: When it last worked, in monotonic seconds.
+    #: When it last worked, and when it last worked at least in part, in monotonic seconds.
     worked_at: float | None = None
+    ran_at: float | None = None
     #: The root that it has waited for: once that works again, the part is still coming back.
     follows: str | None = None
 
@@ -288,9 +289,10 @@ class _Judgement:
     def _down(self, part: str, seen: Observed, lost: Sequence[Link], bad: Judged) -> Judged:
         if lost:
             return replace(self._lost(part, lost, bad), state="down")
+        at = bad.heard_at if seen.ran_at is None else seen.ran_at
         if seen.health == "failed":
-            return replace(bad, state="down", how="failed")
-        return replace(bad, state="down", fact="coming back", how="ended")
+            return replace(bad, state="down", heard_at=at, how="failed")
+        return replace(bad, state="down", fact="coming back", heard_at=at, how="ended")
 
     def _running(self, part: str, own: Judged) -> Judged:
         """Judge a part that runs a server, by the links of others to that server, too."""

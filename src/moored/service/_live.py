@@ -213,14 +213,14 @@ class Live:
         shown = self._shown(judged)
         nodes = {name: each for name, each in shown.items() if self._nodes.get(name) != each}
         self._nodes = shown
-        series: dict[str, float | None] = {}
-        if values is not None:
+        tick: dict[str, Any] = {"t": self._wall(), "nodes": nodes}
+        if values is not None:  # and not only a change of state
             newest, before = self._on_map(values), self._values
+            series: dict[str, float | None] = dict.fromkeys(before.keys() - newest.keys())
             series |= {name: each for name, each in newest.items() if before.get(name) != each}
-            series |= dict.fromkeys(before.keys() - newest.keys())
-            self._values = newest
+            tick["series"], self._values = series, newest
         if nodes or values is not None:
-            self._publish("tick", {"t": self._wall(), "series": series, "nodes": nodes})
+            self._publish("tick", tick)
 
     def _publish_outages(self) -> None:
         found = {}

@@ -19,9 +19,13 @@ from moored.kernel.prometheus import Samples, counter, gauge
 from ._browser_streams import BrowserStreams
 from ._connections import Connections
 from ._health import HTTP, READY_STATES
+from ._judge import GOOD
 from ._view import View
 
 __all__ = ["EventCounter", "registry_of"]
+
+#: The states of parts that need no attention, and of those that report none.
+WELL = (*GOOD, "unknown")
 
 log = logging.getLogger("moored.service")
 
@@ -110,8 +114,9 @@ class _Collector(Collector):
         yield InfoMetricFamily("moored_build", "The versions of Moored and of Python.", build)
         ready = float(view.status in READY_STATES)
         yield gauge("moored_active", "1 while /v1/health?ready answers 200.", (), _one(ready))
-        text = "Parts that do not work, or not fully, whether they are required or not."
-        yield gauge("moored_degraded", text, (), _one(len(view.degraded())))
+        text = "Parts that do not work, or not fully, or wait, whether they are required or not."
+        bad = sum(view.truth.judged()[part].state not in WELL for part in view.truth.parts)
+        yield gauge("moored_degraded", text, (), _one(bad))
         yield gauge(
             "moored_health",
             "1 for the part's current health state, 0 for the others.",

@@ -20,6 +20,8 @@ log = logging.getLogger("moored.service")
 
 #: The most counters of a component that are drawn.
 MAX_COUNTERS = 8
+#: Seconds for which a latency counts.
+FRESH = 3.0
 #: Parts up to which all their numbers are drawn, and not their main ones alone.
 FEW = 60
 
@@ -72,7 +74,9 @@ def _stream(it: Mapping[str, Any]) -> Iterator[Reading]:
     if (kept := it["slot"]["retained"]) is not None:
         yield Reading("kept", "log kept on the server", kept, unit="B")
     listener = it["listener"]
-    if listener is not None and (seconds := listener["heartbeat_latency"]) is not None:
+    age = None if listener is None else listener["heartbeat_age"]
+    # An old one says nothing about now.
+    if age is not None and age < FRESH and (seconds := listener["heartbeat_latency"]) is not None:
         yield Reading("answer", "answer of the server", seconds, "latency", "s")
 
 
@@ -105,6 +109,8 @@ def _leases(it: Mapping[str, Any]) -> Iterator[Reading]:
 def _consumer(it: Mapping[str, Any]) -> Iterator[Reading]:
     noun = "transactions" if "transactions" in it else "events"
     yield _count("handled", f"{noun} handled", it[noun])
+    if "outstanding" in it:
+        yield Reading("behind", "transactions to handle", it["outstanding"])
     if "parked" in it:
         yield Reading("parked", "parked", it["parked"])
 

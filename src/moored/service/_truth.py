@@ -90,8 +90,9 @@ class Truth:
         self._started = started
         self._began = clock.monotonic()
         self._details: dict[str, str] = {}
-        #: When each part has worked for the last time.
+        #: When each part has worked for the last time, and when at least in part.
         self._worked_at: dict[str, float] = {}
+        self._ran_at: dict[str, float] = {}
         #: The parts that have worked since they last stood by or slept.
         self._worked: set[str] = set()
         self._judged: dict[str, Judged] = {}
@@ -141,6 +142,11 @@ class Truth:
         now = self._now()
         return next((as_data(each, now) for each in now.incidents if each.id == number), None)
 
+    @property
+    def parts(self) -> Collection[str]:
+        """The parts that are judged; servers are no parts."""
+        return self._ties.keys()
+
     def affected(self) -> dict[str, int]:
         """Return the number of the incident that affects each part or server now."""
         return {n: each.id for each in reversed(self._incidents.open()) for n in each.affected()}
@@ -165,7 +171,9 @@ class Truth:
     def explain(self, node: str) -> Iterator[str]:
         """Yield how a part or server is, since when, and why, as lines of an explanation."""
         found = self.judged()[node]
-        yield f"{found.state} for {span(self._clock.monotonic() - self._since[node])}"
+        since = self._incidents.since(node)
+        since = self._since[node] if since is None else since
+        yield f"{found.state} for {span(self._clock.monotonic() - since)}"
         if node not in self._ties or found.how in BY_LINKS:
             known = dict.fromkeys(filter(None, (found.fact, found.why)))
             yield from (f"  because  {each}" for each in known)
@@ -185,11 +193,15 @@ class Truth:
             line = f"{data['what']} {when}"
         else:
             states = {state for _, _, state in data["parts"][node]}
-            how = "did not work" if states & {"down"} else "worked only in part"
+            past = found.ended is not None
+            how = "works only in part", "worked only in part"
+            if states & {"down"}:
+                how = "does not work", "did not work"
             if states == {"waits"}:
-                how = f"waited for {name_of(found.root, now.judged)}"
-            line, why = f"{name} {how} {when}", ": ".join(filter(None, (data["what"], why)))
-        yield f"  before   {line} (outage {found.id})"
+                of = name_of(found.root, now.judged)
+                how = f"waits for {of}", f"waited for {of}"
+            line, why = f"{name} {how[past]} {when}", ": ".join(filter(None, (data["what"], why)))
+        yield f"  {'now' if found.ended is None else 'before':<8} {line} (outage {found.id})"
         if why:
             yield f"  because  {why}"
         if data["cost"]:
@@ -222,6 +234,8 @@ class Truth:
         elif before in WORKING and state not in WORKING:
             self._worked.add(part)
             self._worked_at[part] = self._clock.monotonic()
+        if before in READY_STATES and state not in READY_STATES:
+            self._ran_at[part] = self._clock.monotonic()
         if before != state and self._timers is not None:
             self._reported = True
             self._look_soon()
@@ -305,6 +319,8 @@ class Truth:
     ) -> Observed:
         if health in WORKING:
             self._worked_at[part] = now
+        if health in READY_STATES:
+            self._ran_at[part] = now
         # What begins degraded, and stays so, works in part.
         if health in WORKING or (health == "degraded" and now - self._began > NEW):
             self._worked.add(part)
@@ -329,6 +345,7 @@ class Truth:
             callers=_all_of(callers) if callers else NONE,
             fact=next(filter(None, facts), ""),
             worked_at=self._worked_at.get(part) or self._health.since(part, conditions),
+            ran_at=self._ran_at.get(part),
             follows=self._incidents.follows(part, now),
         )
 
@@ -415,7 +432,7 @@ class Truth:
                 incident.logged = "over"
                 data = as_data(incident, self._now())
                 lasted, cost = span(data["lasted"]), data["cost_words"]
-                log.info("outage %d ended after %s: %s; %s", number, lasted, data["what"], cost)
+                log.warning("outage %d ended after %s: %s; %s", number, lasted, data["what"], cost)
 
 
 def _all_of(callers: Sequence[Callers]) -> Callers:

@@ -255,6 +255,10 @@ def _broken(incident: Incident, others: Sequence[Incident], at: Now) -> dict[str
     waits = [each for each in affected if at.judged[each].state == "waits" and each != node]
     down = found.state == "down" or incident.state() == "down"
     vital = found.is_server or any(each in at.required for each in affected)
+    if node not in affected:  # its root is back, and others are not yet
+        rest = ", ".join(affected)
+        now = f"{name_of(node, at.judged)} works again; coming back: {rest}."
+        words = words._replace(now=now, do=f"Nothing: {BY_ITSELF}", explain=False, note="")
     data = as_data(incident, at)
     waiting = data["waiting"]["words"] if data["waiting"] else ""
     cost = (
@@ -348,19 +352,23 @@ def _good(at: Now) -> dict[str, Any]:
     standby = [node for node, each in at.judged.items() if each.state == "standby"]
     last = at.incidents[0] if at.incidents else None
     since = at.began if last is None else max(i.ended or 0.0 for i in at.incidents)
-    text = f"{counted(_watched(at), 'part')}, all well for {span(at.now - since)}."
+    before = ""
     if last is not None:
         data = as_data(last, at)
         when = clock_time(data["sign_of_life"])
-        text += f" The last outage was at {when}: {data['what']}, {span(data['lasted'])}, "
-        text += f"{data['cost_words']}."
+        before = f"The last outage was at {when}: {data['what']}, {span(data['lasted'])}, "
+        before += f"{data['cost_words']}."
     what = "Everything works."
     if standby:
         what = f"Everything works; standing by for another instance: {', '.join(standby)}."
     return _answer(
-        "standby" if standby else "works", what, sub=text, since=since + at.wall,
+        "standby" if standby else "works",
+        what,
+        sub=f"{counted(_watched(at), 'part')}, all well",
+        before=before,
+        since=since + at.wall,
         lasted=at.now - since,
-    )  # fmt: skip
+    )
 
 
 def _answer(state: str, what: str, **more: Any) -> dict[str, Any]:
@@ -368,6 +376,7 @@ def _answer(state: str, what: str, **more: Any) -> dict[str, Any]:
         "state": state,
         "what": what,
         "sub": "",
+        "before": "",
         "node": None,
         "incident": None,
         "since": None,
@@ -385,7 +394,7 @@ def _answer(state: str, what: str, **more: Any) -> dict[str, Any]:
 
 def _sentence(text: str) -> str:
     """Return a reason as a sentence: without the class of the error, which says nothing new."""
-    text = re.sub(r" \([A-Z]\w+\)$", "", text.strip().partition("\n")[0].rstrip("."))
+    text = re.sub(r" \([A-Z]\w+\)", "", text.strip().partition("\n")[0].rstrip("."))
     if not text:
         return ""
     first = text.partition(" ")[0]

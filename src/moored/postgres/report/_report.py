@@ -110,7 +110,8 @@ def _stream(of: Stack, manager: Manager, now: float) -> dict[str, Any]:
             "flushed": str(Lsn(flushed)),
             "last_seen": str(Lsn(seen)),
         }
-        if of.machine.phase == "running":
+        # While nothing arrives, there may be more to read: how much is unknown.
+        if of.machine.phase == "running" and not client.silent_for:
             end = max(received, 0 if kept is None else kept.current)
             seconds = client.lag.seconds(flushed, seen, now)
             found["lag"] = {"bytes": max(end - flushed, 0), "seconds": seconds}

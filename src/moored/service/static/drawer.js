@@ -37,6 +37,8 @@ export function drawer(narrow) {
   const list = h("ul", { key: "faults" }, faults.map(button));
   return [
     h("div.head", { key: "head" }, h("h2", { id: "drawer-title" }, "Break something"), h("span.grow"), h("a.button.icon", { id: "drawer-close", href: link({ drawer: null }), "aria-label": "Close" }, "✕")),
-    narrow ? [tell, list] : [h("p.quiet.small", { key: "about" }, "Real faults, on the demo's own servers. One at a time."), list, tell],
+    !narrow && h("p.quiet.small", { key: "about" }, "Real faults, on the demo's own servers. One at a time."),
+    tell,
+    list,
   ];
 }

@@ -1,9 +1,9 @@
 // The map: who listens, the parts of this process, and their servers, with what flows between them.
 import { fit, h, patch, width } from "./dom.js";
 import { factOf, lastOf, model, stateOf } from "./wire.js";
-import { known, measured, shape, STATE, toPart } from "./words.js";
+import { BAD, known, measured, shape, STATE, toPart } from "./words.js";
 
-const FACT = "400 12.5px";
+const [FACT, BOLD] = ["400 12.5px", "600 12.5px"];
 const SPARK = 46;
 
 const nodeOf = (id) => model.state.map.nodes.find((each) => each.id === id);
@@ -57,7 +57,7 @@ function flowOf(edge) {
 
 const curve = (t, a, b) => (1 - t) ** 3 * a + 3 * (1 - t) ** 2 * t * a + 3 * (1 - t) * t * t * b + t ** 3 * b;
 
-// The path of an edge, and places for its label, the best first.
+// The path of an edge, places for its label.
 function route(edge, { boxes, at, turned }) {
   const [a, b] = [boxes.get(edge.from), boxes.get(edge.to)];
   if (turned) {
@@ -141,7 +141,7 @@ function drawNode(node, { boxes, turned }) {
     sparks > 0 && spark(node.main, w - SPARK - 10, high / 2 - 15, 30),
     shape(state, small ? `translate(${tiny ? 14 : 16} ${high / 2 + (tiny ? 9.5 : -9)}) scale(.75)` : `translate(19 ${high / 2 - 10}) scale(.95)`),
     h("text", { class: `name size${size}`, x: left, y: high / 2 - 5 }, fit(node.name, w - left - 6 - sparks, `640 ${size}px`, { name: true })),
-    h("text.fact", { x: below, y: high / 2 + 14 }, fit(short, w - below - 6 - sparks, FACT)),
+    h("text.fact", { x: below, y: high / 2 + 14 }, fit(short, w - below - 6 - sparks, BAD.has(state) ? BOLD : FACT)),
   ];
   const about = {
     key: node.id,

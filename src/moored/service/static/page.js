@@ -104,7 +104,7 @@ function soon() {
   const wait = Math.max(0, drawn + EVERY - performance.now());
   planned = setTimeout(() => {
     planned = 0;
-    if (!document.hidden) render();
+    document.hidden ? bar() : render();
   }, wait);
 }
 
@@ -186,6 +186,7 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
     if (!byId("tip").hidden) tip(null);
     else if ("drawer" in address()) location.hash = link({ drawer: null });
+    else if (address().at) location.hash = link({ at: null, outage: null });
     else if (address().part || "words" in address()) location.hash = link({ part: null, words: null });
   }
   step(event);

@@ -30,7 +30,8 @@ function five(answer) {
       answer.keeps && h("span.quiet", `. ${answer.keeps}`),
     ]),
     row("Cost so far", answer.cost),
-    answer.do && row("What to do", todo(answer.do), "do"),
+    row("What to do", todo(answer.do), "do"),
+    answer.also.length > 0 && row("Also", answer.also.join("; "), "also"),
   );
 }
 
@@ -49,7 +50,7 @@ export function sentence() {
   const bad = answer.state === "down" || answer.state === "degraded";
   return card(answer.state, "How the service is",
     big(answer.what),
-    answer.sub && h("p.sub", answer.sub),
+    answer.sub && h("p.sub", answer.sub, " for ", counting(answer.since), ". ", answer.before),
     bad && five(answer));
 }
 
@@ -68,7 +69,7 @@ export function partSentence(id, about) {
     h("ul.chips", (about?.needs ?? []).map(chip("needs")), (about?.serves ?? []).map(chip("serves"))));
 }
 
-// What a screen reader is told by itself, at most every few seconds: the answers, without counting clocks.
+// What a screen reader says by itself, at most every few seconds: the answers, without counting clocks.
 let spoken = 0;
 export function speak(element) {
   if (performance.now() - spoken < SPEAK_EVERY) return;
@@ -77,7 +78,7 @@ export function speak(element) {
   if (model.lostSince) text = "No contact with the service.";
   else if (answer?.state === "down" || answer?.state === "degraded") {
     const waits = answer.waits.length ? `Waiting: ${answer.waits.join(", ")}.` : "";
-    text = [answer.what, `Since ${clock(answer.since)}.`, answer.why, waits, answer.keeps, answer.cost.replace(answer.waiting, "").replace(/^; /, ""), answer.do?.text, answer.do?.command, answer.do?.note].filter(Boolean).join(" ");
+    text = [answer.what, `Since ${clock(answer.since)}.`, answer.why, waits, answer.keeps, answer.cost.replace(answer.waiting, "").replace(/^; /, ""), answer.do.text, answer.do.command, answer.do.note].filter(Boolean).join(" ");
   } else if (answer) text = answer.what;
   if (element.textContent === text) return;
   spoken = performance.now();

@@ -133,7 +133,7 @@ const onEvent = {
       if (before !== nodes[name].state) model.lanes[name] = [...(model.lanes[name] ?? []).slice(-MOST), [t, nodes[name].state, null]];
     }
     for (const numbers of [model.recent, model.hour]) {
-      if (!numbers) continue;
+      if (!numbers || !series) continue;
       for (const name in series) numbers.values[name] ??= numbers.times.map(() => NaN);
       append(numbers, t);
     }

@@ -18,7 +18,7 @@ export const BAD = new Set(["degraded", "down", "waits"]);
 
 export const TITLE_MARK = { works: "●", degraded: "▲", down: "✖", waits: "▲", starting: "◌", standby: "◐", unknown: "?" };
 
-// Each state has a shape of its own: not everyone tells colours apart.
+// Each state has its own shape: not everyone tells colours apart.
 const SHAPES = {
   works: [h("circle", { r: 7, class: "fill" }), h("path", { d: "M-3.2 .2-1 2.6 3.4-2.4", class: "cut" })],
   degraded: [h("path", { d: "M0-7.2 7.6 6.4H-7.6Z", class: "fill" }), h("path", { d: "M0-2.4V1.8M0 4.1V4.4", class: "cut" })],
