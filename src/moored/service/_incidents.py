@@ -279,6 +279,9 @@ class Incidents:
     def _begin_earlier(self, incident: Incident, at: float | None) -> None:
         """Let an incident begin at this time, unless it began before."""
         if at is not None and incident.after <= at < incident.sign_of_life:
+            spans = incident.spans.get(incident.root)
+            if spans and spans[0].begin == incident.sign_of_life:
+                spans[0] = spans[0]._replace(begin=at)
             incident.sign_of_life, incident.costs_before = at, self._costs_before(at)
 
     def _follow_roots(self, judged: Mapping[str, Judged], now: float) -> None:
