@@ -170,3 +170,18 @@ async def test_many_posted_writes_take_few_threads(store: StateStore) -> None:
         assert threading.active_count() <= before + 2
     await asyncio.wait_for(stored(store.flush), LIMIT)
     assert len(store.load().consumers) == 100
+
+
+async def test_a_stored_position_is_ready_when_a_stream_has_begun(
+    hub: Hub, store: StateStore
+) -> None:
+    """A follower that continues reads chunks at once: they need the history of the stream."""
+    changes = hub.attach("search", tables=("orders",))
+    await acknowledged(hub, changes, 1100)
+    later = Hub(store, Recorder(), state=store.load())
+    later.on_tables = lambda: confirm_all(later)
+    again = later.attach("search", tables=("orders",))
+    assert not later.is_ready("search")
+    later.begin(HISTORY, 1100)
+    assert later.is_ready("search")
+    await again.aclose()

@@ -514,7 +514,7 @@ class Hub:
     # -- tables --------------------------------------------------------------------------------
 
     def is_ready(self, name: str, check: int = 0) -> bool:
-        """Return whether a consumer has a position, and its tables are published.
+        """Whether a stream has begun, and a consumer has a position and its tables are published.
 
         They were checked since it attached: a table that another consumer has published may have
         been unpublished meanwhile.
@@ -523,6 +523,8 @@ class Hub:
         """
         known = self._known.get(name)
         if known is None or not known.confirmed or known.progress is None:
+            return False
+        if self.history is None:  # the position is a stored one
             return False
         return known.checked >= check
 
