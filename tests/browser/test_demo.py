@@ -122,7 +122,7 @@ def test_every_button_breaks_something_that_recovers(demo: Running, shown: Page)
         last = f"{button}.querySelector('.last').textContent"
         shown.until(f"{button}.ariaDisabled === 'false' && {SAYS} === 'Everything works.'")
         shown.evaluate(f"{button}.click()")
-        until(partial(_measured, demo, fault), f"{fault} is measured")
+        _wait_measured(demo, fault)
         # The story is told in the drawer, and ends with the length.
         shown.until(f"{button}.ariaDisabled === 'false' && {last}.startsWith('last: ')")
         shown.until(f"{told}.innerText.startsWith('0 s ')")
@@ -148,7 +148,7 @@ def test_an_outage_opens_by_its_pin_and_has_an_address(demo: Running, shown: Pag
     shown.until(WORKS)
     break_ = f"{demo.url}/v1/break/kill-grpc"
     assert httpx.post(break_, headers=demo.bearer, timeout=LIMIT, verify=False).status_code == 202
-    until(partial(_measured, demo, "kill-grpc"), "the fault is measured")
+    _wait_measured(demo, "kill-grpc")
     shown.until("document.querySelector('.incident')")
     shown.evaluate("[...document.querySelectorAll('.incident')].at(-1).focus()")
     shown.press("Enter")
@@ -203,6 +203,16 @@ def test_the_routes_of_the_buttons_refuse_other_sites(demo: Running) -> None:
     while demo.get("/v1/status").json()["faults"]["running"]:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def _wait_measured(demo: Running, fault: str) -> None:
+    try:
+        until(partial(_measured, demo, fault), f"{fault} is measured")
+    except AssertionError as error:
+        state = demo.get("/v1/status").json()
+        error.add_note(json.dumps({name: state[name] for name in ("answer", "nodes", "faults")}))
+        error.add_note("\n".join(demo.lines))
+        raise
 
 
 def _measured(demo: Running, fault: str) -> bool:
