@@ -282,6 +282,7 @@ def base(**more: Any) -> dict[str, Any]:
         "cause": "it was told to",
         "fatal": None,
         "lag": None,
+        "silent": 0.0,
         "flushed": "0/1",
         "outage": None,
         "last_outage": None,
@@ -302,6 +303,13 @@ def test_every_step_is_explained_in_every_health(step: str, health: str) -> None
     assert head == f"{health}: {WORDS[step]} for 14 s"
     assert rest[-1].startswith("  so       ")
     assert all(re.match(r"  (because|so     )  \S", line) for line in rest)
+
+
+def test_a_silent_stream_is_not_said_to_have_caught_up() -> None:
+    silent = {"step": "streaming", "health": "active", "silent": 4.0}
+    lines = explain(base(**silent)).splitlines()
+    assert lines[1] == "  because  nothing has arrived for 4.0 s; more may wait to be read"
+    assert lines[-1].startswith("  so       the stream is opened again if the server stays silent")
 
 
 OUTAGE = {"cause": "hung up", "last": "refused", "began": 1e9, "failures": 3, "took": 14.0}

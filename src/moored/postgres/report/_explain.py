@@ -183,6 +183,11 @@ def _streaming(now: Report) -> Words:
             [f"reading is paused: the queue of {named} is full", *because, *behind],
             f"find out why {named} takes no transactions: all other consumers wait as well",
         )
+    if silent := now["silent"]:
+        return Words(
+            [f"nothing has arrived for {duration(silent)}; more may wait to be read", *because],
+            "the stream is opened again if the server stays silent: look at the path to it",
+        )
     if any(each["unpublished"] for each in now["consumers"].values()):
         return Words(
             [*because, *behind],
