@@ -70,12 +70,6 @@ class Graph:
     needs: Mapping[str, Sequence[str]]
     #: The reverse of `needs`.
     serves: Mapping[str, Sequence[str]]
-    #: The parts that run servers, by the address of each.
-    runs: Mapping[str, str]
-
-    def node_of(self, server: str) -> str:
-        """Return the node of a server: the part that runs it, or the server itself."""
-        return self.runs.get(server, server)
 
     def behind(self, node: str) -> list[str]:
         """Return all that a node needs, directly or not, the nearest first."""
@@ -110,7 +104,7 @@ def graph_of(parts: Iterable[Part]) -> Graph:
     for name, needed_by_it in needs.items():
         for each in needed_by_it:
             serves[each].append(name)
-    return Graph(nodes, needs, serves, runs)
+    return Graph(nodes, needs, serves)
 
 
 def _node(part: Part) -> Node:

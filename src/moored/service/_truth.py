@@ -164,10 +164,6 @@ class Truth:
         numbers, seconds = self._incidents.totals(now)
         return numbers, seconds, max((i.lasted(now) for i in self._incidents.open()), default=0.0)
 
-    def name_of(self, node: str) -> str:
-        """Return what a part or server is called."""
-        return name_of(node, self._judged)
-
     def explain(self, node: str) -> Iterator[str]:
         """Yield how a part or server is, since when, and why, as lines of an explanation."""
         found = self.judged()[node]

@@ -25,14 +25,14 @@ function button({ name, title, text }) {
   return h("li", { key: name }, h("button", about, h("strong", title), h("span.last", time), h("small", text)));
 }
 
-function told(line) {
+function step(line) {
   const [, time, text] = /^(\S+ (?:ms|s|min \d+ s|min))\s+(.*)$/s.exec(line) ?? [null, "", line];
   return h("p", time && h("b", time), " ", text);
 }
 
 export function drawer(narrow) {
   const { faults, lines = [] } = model.state.demo;
-  const story = lines.length ? lines.map(told) : h("p.quiet", "Press a fault. What happens is told here, and marked on the map and the timeline.");
+  const story = lines.length ? lines.map(step) : h("p.quiet", "Press a fault. What happens is told here, and marked on the map and the timeline.");
   const tell = h("div.tell", { key: "tell", "aria-live": "polite" }, problem ? h("p", problem) : story);
   const list = h("ul", { key: "faults" }, faults.map(button));
   return [

@@ -96,7 +96,7 @@ function sized(entries) {
   return changed;
 }
 
-// Draw once for all changes, at most twice a second, and not while nobody looks.
+// Draw once for all changes, at most twice a second, and not in a hidden tab.
 let drawn = -EVERY;
 let planned = 0;
 function soon() {
