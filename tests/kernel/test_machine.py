@@ -41,6 +41,21 @@ def test_a_machine_begins_in_the_initial_state(machine: Machine) -> None:
     assert machine.history == ()
 
 
+def test_a_state_is_compared_by_phase_by_step_or_by_both(machine: Machine) -> None:
+    assert all(machine.at(name) for name in ("starting", "dial", "starting/dial"))
+    assert not machine.at("login", "starting/login", "active", "closed")
+    assert machine.at("active", "dial")
+    move = machine.move("starting/login", cause="test")
+    assert machine.chart.at(move.source, "dial")
+    assert not machine.chart.at(move.target, "dial", "active")
+
+
+@pytest.mark.parametrize("name", ["online", "starting/gone", "active/dial", ""])
+def test_a_comparison_with_an_undeclared_name_is_an_error(machine: Machine, name: str) -> None:
+    with pytest.raises(ValueError, match="is not a declared phase, step or state"):
+        machine.at("dial", name)
+
+
 def test_a_move_has_a_cause_and_a_time(machine: Machine, clock: FakeClock) -> None:
     clock.advance(2.5)
     move = machine.move("starting/login", cause="the server answered")

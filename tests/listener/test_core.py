@@ -64,7 +64,7 @@ def test_attempts_come_in_series_with_half_jitter_and_never_end(
             assert core.next_attempt is not None
             assert base <= core.next_attempt - time.now < 1.5 * base
             assert exhausted == (base == 8.0)
-            assert core.machine.step == ("pause" if exhausted else "retry")
+            assert core.machine.at("pause" if exhausted else "retry")
             time.now = core.next_attempt
     assert core.failed_series == 3
 

@@ -152,7 +152,7 @@ async def test_an_optional_listener_turns_itself_off_behind_a_pooler(
     listener = Listener(bouncer, optional=True)
     with pytest.raises(ConfigurationError, match=r"notify_url \(NOTIFY_URL\)"):
         await listener.open()
-    assert listener.machine.phase == "off"
+    assert listener.machine.at("off")
     assert "set notify_url" in caplog.text
     assert "does not retry" in listener.explain()
 

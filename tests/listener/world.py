@@ -340,10 +340,10 @@ class World:
             if core.up:
                 continue
             if core.next_attempt is None:
-                assert core.machine.phase == "connecting", core
+                assert core.machine.at("connecting"), core
                 assert now - core.machine.since <= 15.0, f"{core} hangs"
             else:
-                assert core.machine.phase == "waiting", core
+                assert core.machine.at("waiting"), core
                 assert core.next_attempt - now <= 12.0, core
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from moored.kernel import Condition, Move
 from moored.postgres.manage._manager import Manager
 from moored.postgres.manage._manager_core import Act, Actions
+from moored.postgres.report import CHART
 from moored.postgres.server._faults import Diagnosis, FaultVerdict
 
 from .scripted_server import Session, Txn
@@ -90,8 +91,8 @@ class Watcher:
 
     def moved(self, instance: Instance, move: Move) -> None:
         step = (move.source.step, move.target.step)
-        instance.was_active |= move.target.phase == "running"
-        if move.target.step == STEPS[2]:
+        instance.was_active |= CHART.at(move.target, "running")
+        if CHART.at(move.target, STEPS[2]):
             instance.worked.add("client")
         self.world.saw[f"at {move.target.step}"] += 1
         if step not in MOVES:
@@ -180,7 +181,7 @@ class Watcher:
     def proven(self, instance: Instance) -> None:
         machine = instance.pg.machine if instance.pg is not None else None
         now = self.world.sim.now
-        if machine is None or machine.step != "streaming" or now - machine.since < 5.0 - EXACT:
+        if machine is None or not machine.at("streaming") or now - machine.since < 5.0 - EXACT:
             self.world.violated(f"{instance.name}: the waits begin anew, and nothing is proven")
         instance.failures = 0
         self.world.saw["the stream was proven"] += 1

@@ -547,7 +547,7 @@ class World:
             and slot is not None
             and slot.active is owner.session
             and slot.confirmed >= server.end
-            and owner.pg.machine.step == "streaming"
+            and owner.pg.machine.at("streaming")
             and owner.pg._stack.core.backoff.attempts == 0
         )
 

@@ -127,7 +127,7 @@ async def test_a_consumer_with_a_full_queue_degrades_the_health(
 
 
 async def _is_streaming(pg: Postgres) -> bool:
-    return pg.machine.step == "streaming"
+    return pg.machine.at("streaming")
 
 
 async def _caught_up(pg: Postgres) -> bool:
@@ -247,7 +247,7 @@ async def test_no_failure_is_reported_while_going_to_sleep(make: MakePostgres, s
         await pg.sleep()
         assert set(healths) == {Health.ACTIVE, Health.SLEEPING}
         assert healths == sorted(healths, key=list(Health).index)
-        assert pg.machine.phase == "connection_setup"
+        assert pg.machine.at("connection_setup")
 
 
 async def test_statistics_work_after_close_and_not_before_open(

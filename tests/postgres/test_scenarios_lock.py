@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def at_step(pg: Postgres, step: str) -> None:
     async def there() -> bool:
-        return pg.machine.step == step
+        return pg.machine.at(step)
 
     await until(there)
 
@@ -200,7 +200,7 @@ async def test_a_lock_whose_holder_is_busy_is_not_broken(
         for _ in range(8):  # longer than a quiet one would have lived
             await asyncio.sleep(0.2)
             assert await one(healthy, "select 1") == 1
-        assert pg.machine.step == WAITING
+        assert pg.machine.at(WAITING)
         said = pg.monitor.conditions()["pg_lock_acquired"].detail
         assert str(healthy.info.backend_pid) in str(said)
         assert "stuck" in str(said)

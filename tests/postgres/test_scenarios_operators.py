@@ -28,7 +28,7 @@ def lines(caplog: pytest.LogCaptureFixture, level: int = logging.INFO) -> list[s
 
 async def streams(pg: Postgres) -> bool:
     """Whether it has received something: it is active a moment before that."""
-    return pg.machine.step == "streaming"
+    return pg.machine.at("streaming")
 
 
 @pytest.mark.every_loop

@@ -156,7 +156,7 @@ async def test_tables_that_cannot_be_published_are_refused(
         await pg.wait_until_published("orders", timeout=LIMIT)
         await sql.execute("insert into orders values (1, 'x')")
         assert ids(await following(orders)) == [1]
-        assert pg.machine.state.phase == "running"
+        assert pg.machine.at("running")
 
 
 async def test_a_publication_of_a_whole_schema(

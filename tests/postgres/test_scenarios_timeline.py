@@ -364,7 +364,7 @@ async def test_a_promoted_standby_with_a_synced_slot_continues_after_a_reset(
 
 
 async def waits(pg: Postgres) -> bool:
-    return pg.machine.step == "start_replication_client:acquiring_lock"
+    return pg.machine.at("start_replication_client:acquiring_lock")
 
 
 # -- the ends of the log -------------------------------------------------------------------------

@@ -187,11 +187,11 @@ class Load:
     def _check(self, managed: ManagedConnection[Any]) -> None:
         core, live = managed.core, managed.handler._live
         assert core.waiting >= len(managed.waiters), f"{core!r}: {len(managed.waiters)} waiters"
-        if core.machine.phase == "ready":
+        if core.machine.at("ready"):
             assert live is not None, f"{core!r} has no channel"
             assert live.number == core.generation, f"{live!r} is not that of {core!r}"
             assert not live.retired, f"{live!r} is the current one"
-        elif core.machine.phase == "recovering":
+        elif core.machine.at("recovering"):
             assert live is None, f"{live!r} is used while {core!r}"
 
     def end(self) -> None:

@@ -124,7 +124,7 @@ def test_retry_after_of_the_server_extends_the_pause(core: SessionCore) -> None:
 def test_final_close_dials_nothing_until_connect(core: SessionCore, kind: CloseClass) -> None:
     online(core)
     assert core.lost(1, kind, "conflict", 0.0)
-    assert str(core.machine.state) == "offline/refused"
+    assert core.machine.at("offline/refused")
     assert core.next(1e9) is None
     assert core.last_kind is kind
     core.connect("the user has logged in again")
@@ -156,14 +156,14 @@ def test_repeated_events_of_a_link_change_nothing(core: SessionCore) -> None:
     assert core.reconnects == 0
     assert core.lost(1, CloseClass.TRANSIENT, "closed", 2.0)
     assert not core.lost(1, CloseClass.BANNED, "banned", 2.0)
-    assert str(core.machine.state) == "connecting/waiting"
+    assert core.machine.at("connecting/waiting")
 
 
 def test_second_end_of_a_refused_link_changes_nothing(core: SessionCore) -> None:
     generation = online(core)
     assert core.lost(generation, CloseClass.TAKEOVER, "conflict", 0.0)
     assert not core.lost(generation, CloseClass.TRANSIENT, "closed", 0.0)
-    assert str(core.machine.state) == "offline/refused"
+    assert core.machine.at("offline/refused")
     assert core.why == (CloseClass.TAKEOVER, "conflict")
 
 
@@ -181,7 +181,7 @@ def test_dial_from_before_a_disconnect_does_not_count_for_the_next_connect(
 def test_disconnected_core_rests_and_ignores_its_old_link(core: SessionCore) -> None:
     generation = online(core)
     core.disconnect()
-    assert str(core.machine.state) == "offline/resting"
+    assert core.machine.at("offline/resting")
     assert not core.lost(generation, CloseClass.TRANSIENT, "closed", 0.0)
     assert core.next(1e9) is None
 
@@ -299,7 +299,7 @@ def test_max_attempts_ends_in_offline_refused(core: SessionCore) -> None:
     assert core.lost(1, CloseClass.TRANSIENT, "reset", 0.0)
     assert core.next(1.0) == DialNow(2)
     assert core.lost(2, CloseClass.TRANSIENT, "refused", 1.0)
-    assert str(core.machine.state) == "offline/refused"
+    assert core.machine.at("offline/refused")
     assert core.why == (CloseClass.TRANSIENT, "given up after attempt 2: refused")
     assert core.next(99.0) is None
     # connect() starts a new series of attempts.
@@ -310,7 +310,7 @@ def test_max_attempts_ends_in_offline_refused(core: SessionCore) -> None:
     core.crashed("a defect", 99.0)
     assert core.next(100.0) == DialNow(5)
     core.crashed("a defect", 100.0)
-    assert str(core.machine.state) == "offline/refused"
+    assert core.machine.at("offline/refused")
 
 
 def test_crash_after_a_link_that_lasted_has_a_short_pause(core: SessionCore) -> None:

@@ -246,9 +246,9 @@ class World:
         machine = session._runtime.core.machine
 
         def moved(move: Any) -> None:
-            if move.source.phase == "online":
+            if machine.chart.at(move.source, "online"):
                 self.losses[profile].append(self.sim.now)
-            if str(move.target) == "offline/refused":
+            if machine.chart.at(move.target, "offline/refused"):
                 self.finals[profile] = session.generation
 
         machine.observe(moved)

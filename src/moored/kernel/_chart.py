@@ -58,11 +58,30 @@ class Chart:
             for state in self.states
         }
         self._legal = {state: self._targets_of(state) for state in self.states}
+        # The states that each name stands for: a phase, a step, or "phase/step".
+        self._states_at: dict[str, set[State]] = {}
+        for state in self.states:
+            for name in (state.phase, state.step, str(state)):
+                self._states_at.setdefault(name, set()).add(state)
         refuse("Chart", self._unreachable())
 
     def find(self, state: StateLike) -> State | None:
         """Return the state with this name, or None."""
         return self._named.get(written(state))
+
+    def at(self, state: State, *names: str) -> bool:
+        """Whether one of these names stands for the state: its phase, its step or "phase/step".
+
+        A step's name stands for that step in every phase.
+
+        :raises ValueError: a name is not declared, so that the comparison would never hold.
+        """
+        found = False
+        for name in names:
+            if name not in self._states_at:
+                refuse("Chart", [f"{name!r} is not a declared phase, step or state: {self!r}"])
+            found |= state in self._states_at[name]
+        return found
 
     def legal(self, state: State) -> tuple[State, ...]:
         """Return the states that may follow this one."""

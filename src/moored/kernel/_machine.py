@@ -112,6 +112,13 @@ class Machine:
         """The last moves, the oldest first."""
         return tuple(self._history)
 
+    def at(self, *names: str) -> bool:
+        """Whether the machine is in one of these phases, steps or states ("phase/step").
+
+        :raises ValueError: the chart does not declare one of the names.
+        """
+        return self.chart.at(self._state, *names)
+
     def move(self, to: StateLike, *, cause: Cause) -> Move:
         """Move to a state and record the cause; raises `IllegalMove` if the chart forbids it."""
         target = self.chart.find(to)

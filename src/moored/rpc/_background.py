@@ -194,7 +194,7 @@ class Background:
         try:
             async with limit:
                 # The strategy is asked about an outage only, not about the renewal of a channel.
-                recovers = managed.core.machine.phase == "recovering"
+                recovers = managed.core.machine.at("recovering")
                 if (
                     recovers
                     and not await run_callback(managed.strategy.on_unavailable, managed)
@@ -279,12 +279,12 @@ class Background:
 
     def _is_news(self, managed: Managed, generation: int) -> bool:
         """Whether the core will keep this cause: of many calls that fail together, the first."""
-        if managed.core.machine.phase == "recovering":
+        if managed.core.machine.at("recovering"):
             return managed.strategy.always_recovers and managed.handler._live is not None
         return generation == managed.generation
 
     def _lose(self, managed: Managed, cause: BaseException | None) -> None:
-        if managed.core.machine.phase == "recovering" and managed.handler._live is not None:
+        if managed.core.machine.at("recovering") and managed.handler._live is not None:
             if reports_too_many_pings(cause):
                 managed.ping_factor = min(2 * managed.ping_factor, MAX_PING_FACTOR)
             managed.handler._lose(cause)

@@ -138,7 +138,7 @@ class ConnectionCore:
 
     def requested(self, now: float) -> Actions:
         """A caller requests the connection, and must wait unless `usable` holds afterwards."""
-        if self.machine.step == "serving" and now - self.last_used_at > self.idle:
+        if self.machine.at("serving") and now - self.last_used_at > self.idle:
             self.machine.move("ready/probing", cause="it was idle for too long")
             return [ShellAction(ShellAct.PROBE, self.generation)]
         self.last_used_at = now
@@ -193,18 +193,18 @@ class ConnectionCore:
     @property
     def usable(self) -> bool:
         """Whether the connection can be handed out without waiting."""
-        return self.machine.step in ("serving", "renewing")
+        return self.machine.at("serving", "renewing")
 
     @property
     def closed(self) -> bool:
         """Whether the connection is closed."""
-        return self.machine.phase == "closed"
+        return self.machine.at("closed")
 
     # -- events --------------------------------------------------------------------------------
 
     def probed(self, generation: int, healthy: bool, now: float) -> Actions:
         """The probe of a generation has ended."""
-        if not self.generations.is_current(generation) or self.machine.step != "probing":
+        if not self.generations.is_current(generation) or not self.machine.at("probing"):
             return []
         if not healthy:
             self.counters.probes_unhealthy += 1
@@ -223,7 +223,7 @@ class ConnectionCore:
             server's own answer. gRPC ends the calls of a lost connection a few milliseconds before
             it reports the loss, so the connection is checked again before it is replaced.
         """
-        if not self.generations.is_current(generation) or self.machine.phase != "ready":
+        if not self.generations.is_current(generation) or not self.machine.at("ready"):
             self.counters.stale_errors += generation < self.generation
             return []
         if not connected:
@@ -254,7 +254,7 @@ class ConnectionCore:
 
     def aged(self, now: float) -> Actions:
         """The current channel has reached `max_age`: replace it, and use it until then."""
-        if self.machine.step != "serving":
+        if not self.machine.at("serving"):
             return []
         self.machine.move("ready/renewing", cause="the channel is old")
         return self._begin(now)
@@ -266,7 +266,7 @@ class ConnectionCore:
         self.generations.next()
         self.lasting = True
         self.counters.connects += 1
-        self.counters.renewals += self.machine.step == "renewing"
+        self.counters.renewals += self.machine.at("renewing")
         self._since = now
         self.last_used_at = now
         self.machine.move("ready/serving", cause=f"generation {self.generation} is connected")
@@ -294,7 +294,7 @@ class ConnectionCore:
             return []
         self.last_error = error
         self.counters.connect_failures += 1
-        if self.machine.step == "renewing":
+        if self.machine.at("renewing"):
             self.machine.move("ready/serving", cause=error)
             return []
         if verdict is Verdict.RETRY:
@@ -342,12 +342,12 @@ class ConnectionCore:
     # -- attempts ------------------------------------------------------------------------------
 
     def _is_current(self, attempt: int) -> bool:
-        return attempt == self._attempt and self.machine.step in ("dialling", "renewing")
+        return attempt == self._attempt and self.machine.at("dialling", "renewing")
 
     def _recover(self, cause: BaseException | str, now: float) -> Actions:
         """Replace the current generation: at once, or after a wait if it did not live for long."""
         self.counters.recoveries += 1
-        if self.machine.step == "renewing":
+        if self.machine.at("renewing"):
             # The attempt that was to renew it continues.
             self.machine.move("recovering/dialling", cause=cause)
             return []
@@ -359,14 +359,14 @@ class ConnectionCore:
         return self._wait(cause, now)
 
     def _wait(self, cause: BaseException | str, now: float) -> Actions:
-        phase = "connecting" if self.machine.phase == "connecting" else "recovering"
+        phase = "connecting" if self.machine.at("connecting") else "recovering"
         self.machine.move(f"{phase}/waiting", cause=cause)
         delay = (self._eager if self.waiting else self._patient).fail()
         self._due_at = now + delay
         return [ShellAction(ShellAct.SET_TIMER, delay=delay)]
 
     def _dial(self, now: float) -> Actions:
-        if self.machine.step != "dialling":
+        if not self.machine.at("dialling"):
             self.machine.move(f"{self.machine.phase}/dialling", cause="the wait has ended")
         return self._begin(now)
 

@@ -15,7 +15,7 @@ __all__ = ["ManagedConnection"]
 H = TypeVar("H")
 
 #: States in which a connection can be handed out at once (see `ConnectionCore.usable`).
-_USABLE = (CHART.find("ready/serving"), CHART.find("ready/renewing"))
+_USABLE = tuple(each for each in CHART.states if CHART.at(each, "serving", "renewing"))
 
 
 @dataclass(eq=False, repr=False)

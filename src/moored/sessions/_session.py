@@ -290,7 +290,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     async def disconnect(self) -> None:
         """Close the link and stay offline until `connect`; the session keeps its profile."""
         self._check_running()
-        if self._runtime.core.machine.phase in ("connecting", "online"):
+        if self._runtime.core.machine.at("connecting", "online"):
             self._runtime.core.disconnect()
             if self._runtime.connection is not None:
                 self._runtime.connection.disconnect("the user disconnected it")
@@ -307,7 +307,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     def _is_online(self) -> bool:
         if self._runtime.core.stopped:
             raise SessionStopped(self._runtime.why_offline)
-        if self._runtime.core.machine.phase == "offline":
+        if self._runtime.core.machine.at("offline"):
             raise NotConnected(self._runtime.why_offline)
         return self._runtime.core.online
 

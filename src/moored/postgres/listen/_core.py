@@ -112,7 +112,7 @@ class ListenerCore:
     @property
     def up(self) -> bool:
         """Whether the listener is connected and listens to its channels."""
-        return self.machine.phase == "up"
+        return self.machine.at("up")
 
     def dial(self) -> int:
         """Begin an attempt; return its token."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from moored.kernel import Clock, StatusMonitor, counted, duration
+from moored.kernel import Clock, State, StatusMonitor, counted, duration
 
 from ..report import Health, explained
 from ._core import CHART, ListenerCore
@@ -108,7 +108,7 @@ def _reasons(now: Mapping[str, Any]) -> list[str]:
 def _consequence(now: Mapping[str, Any]) -> str:
     if now["up"]:
         return "there is nothing to do"
-    if now["phase"] == "off":
+    if CHART.at(State(now["phase"], now["step"]), "off"):
         return "the listener does not retry: correct the cause, and open a new listener"
     due = now["next_attempt"]
     when = "an attempt is under way" if due is None else f"the next attempt is in {duration(due)}"

@@ -100,7 +100,7 @@ class Manager:
     @property
     def standby_of(self) -> _admin.LockHolder | None:
         """The holder of the lock that this instance waits for; None if it does not, or not yet."""
-        return self.holder if self._core.machine.step == LOCKING else None
+        return self.holder if self._core.machine.at(LOCKING) else None
 
     @property
     def standby_health(self) -> Health:

@@ -135,7 +135,7 @@ class ManagerCore:
                 *self._start_pools(Role.SNAPSHOT),
             ]
         actions: Actions = []
-        if self.machine.step == LOCKING:
+        if self.machine.at(LOCKING):
             actions += self._locked()
         if step is Step.READY_TO_STREAM:
             actions += self._configured()
@@ -171,7 +171,7 @@ class ManagerCore:
 
     def rewind(self) -> Actions:
         """Restart the stream for a consumer that needs transactions again."""
-        if self.machine.phase != "running":
+        if not self.machine.at("running"):
             return []  # the stream has not started yet, and will start early enough
         self.machine.move("connection_setup", cause="a consumer attached again")
         why = "the stream is restarted for a consumer that attached again"
@@ -192,7 +192,7 @@ class ManagerCore:
             return actions
         self._ready.add(role)
         self._pools_worked.add(role)
-        if self._ready == set(Role) and self.machine.step == f"{POOL}:connecting":
+        if self._ready == set(Role) and self.machine.at(f"{POOL}:connecting"):
             actions += self._pools_ready()
         return actions
 
@@ -223,14 +223,14 @@ class ManagerCore:
 
     def first_message(self) -> Actions:
         """React to the first message of the stream."""
-        if self.machine.step != "waiting_for_streaming_confirmation":
+        if not self.machine.at("waiting_for_streaming_confirmation"):
             return []
         self._move("streaming", "the first message was received")
         return [Action(Act.SET_TIMER, Timer.LIVENESS.value, LIVENESS)]
 
     def stalled(self, stalled: bool) -> Actions:
         """React to a consumer that has stopped all others for too long, or to its recovery."""
-        if self.machine.phase != "running":
+        if not self.machine.at("running"):
             return []
         why = "reading is paused: the queue of a consumer is full" if stalled else ""
         return [Action(Act.SET, "shape_log_collector_ready", detail=why)]
@@ -243,7 +243,7 @@ class ManagerCore:
             self.backoff.succeed()
             return []
         if timer is Timer.RETRY:
-            if self.machine.step == CLIENT:
+            if self.machine.at(CLIENT):
                 return self._start_client("the backoff has elapsed")
             self._move(f"{POOL}:connecting", "the backoff has elapsed")
             self._started &= self._ready
@@ -255,10 +255,10 @@ class ManagerCore:
 
     def client_failed(self, diagnosis: Diagnosis) -> Actions:
         """React to an error of the replication client, which has ended it."""
-        if self.machine.step not in _ABOUT_CLIENT:
+        if not self.machine.at(*_ABOUT_CLIENT):
             return self._not_retryable(diagnosis) or self._restart(diagnosis)
         actions: Actions = []
-        if self.machine.step == LOCKING:
+        if self.machine.at(LOCKING):
             name = "failed_to_acquire_connection_lock"
             actions.append(Action(Act.EMIT, name, detail=str(diagnosis)))
         return actions + (self._not_retryable(diagnosis) or self._retry(CLIENT, diagnosis))
@@ -270,7 +270,7 @@ class ManagerCore:
         ):
             # The pool retries by itself, and the stream, if there is one, continues.
             return self.pool_repopulating(role, str(diagnosis))
-        if self.machine.step != f"{POOL}:connecting":
+        if not self.machine.at(f"{POOL}:connecting"):
             return self._not_retryable(diagnosis) or self._restart(diagnosis)
         return self._not_retryable(diagnosis) or self._retry(POOL, diagnosis)
 
@@ -282,7 +282,7 @@ class ManagerCore:
         """Return the actions for an error that a retry cannot fix; none for other errors."""
         text = str(diagnosis)
         # A standby has connected before, perhaps days ago.
-        connected = self._identified and self.machine.step == f"{CLIENT}:connecting"
+        connected = self._identified and self.machine.at(f"{CLIENT}:connecting")
         if diagnosis.verdict is FaultVerdict.FATAL and not (self.was_active or connected):
             return [Action(Act.EMIT, "config_error", detail=text), Action(Act.GIVE_UP, detail=text)]
         if diagnosis.verdict is FaultVerdict.DROP_SLOT:

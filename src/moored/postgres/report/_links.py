@@ -48,7 +48,7 @@ def links(
 
 def _stream(of: Stack, manager: Manager, server: str) -> Link:
     heard_at, outage = of.totals.heard_at, of.outages.now
-    if of.machine.phase == "running":
+    if of.machine.at("running"):
         silent = manager.client is not None and bool(manager.client.silent_for)
         why = "no byte arrives on the open connection" if silent else ""
         return Link(server, not silent, heard_at, why, silent, False, KIND, "change stream")

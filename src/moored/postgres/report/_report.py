@@ -60,9 +60,7 @@ def report(
         "slot": _slot(of, manager, now),
         "lock": _lock(of, manager),
         # The transactions that the creation of the slot waits for.
-        "slot_blockers": [
-            each._asdict() for each in manager.blockers if machine.step == CONFIGURING
-        ],
+        "slot_blockers": [each._asdict() for each in manager.blockers if machine.at(CONFIGURING)],
         "pools": {
             role.value: _pool(each) for role, each in manager.pools.items() if not each.pool.closed
         },
@@ -111,7 +109,7 @@ def _stream(of: Stack, manager: Manager, now: float) -> dict[str, Any]:
             "last_seen": str(Lsn(seen)),
         }
         # While nothing arrives, there may be more to read: how much is unknown.
-        if of.machine.phase == "running" and not client.silent_for:
+        if of.machine.at("running") and not client.silent_for:
             end = max(received, 0 if kept is None else kept.current)
             seconds = client.lag.seconds(flushed, seen, now)
             found["lag"] = {"bytes": max(end - flushed, 0), "seconds": seconds}

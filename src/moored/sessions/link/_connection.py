@@ -212,7 +212,7 @@ class Connection:
 
     def answer_login(self, answer: Any) -> None:
         """Send the user's answer to a login step."""
-        if self._runtime.core.machine.step != "login" or self.link is None:
+        if not self._runtime.core.machine.at("login") or self.link is None:
             raise NotConnected("the server has not requested a login step, or the link is lost")
         self.link.say(self.link.dialogue.login(answer))
 
@@ -267,7 +267,7 @@ class Connection:
         """Settle the sends and queries of the link."""
         runtime = self._runtime
         sends = runtime.sends
-        if final or runtime.core.machine.phase == "offline":
+        if final or runtime.core.machine.at("offline"):
             sends.table.over(reason)
         else:
             sends.table.lost(reason, resumes=runtime.protocol.resumes and keeps)

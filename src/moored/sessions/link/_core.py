@@ -110,16 +110,16 @@ class SessionCore:
 
     def connect(self, cause: str = "the session was started") -> None:
         """Dial now, also during the pause between two dials."""
-        if self.machine.phase == "offline":
+        if self.machine.at("offline"):
             self._restarts = 0
             self.backoff.succeed()  # earlier failures do not count
             self._dial(cause)
-        elif self.machine.step == "waiting":
+        elif self.machine.at("waiting"):
             self._dial(cause)
 
     def disconnect(self, cause: str = "the user disconnected it") -> None:
         """Go offline until `connect`."""
-        if self.machine.phase in ("connecting", "online"):
+        if self.machine.at("connecting", "online"):
             self._leave("offline/resting", None, cause)
 
     def stop(self, cause: str) -> None:
@@ -131,7 +131,7 @@ class SessionCore:
 
     def next(self, now: float) -> DialNow | Wait | None:
         """Return what to do now; None to wait for a change of the state."""
-        if self.machine.step == "waiting":
+        if self.machine.at("waiting"):
             if now < self._due_at:
                 return Wait(self._due_at)
             self._dial("the backoff has elapsed")
@@ -142,7 +142,7 @@ class SessionCore:
 
     def dialled(self, generation: int) -> bool:
         """Record that a link is open; return whether it is still wanted."""
-        if not self._generation.is_current(generation) or self.machine.step != "dialling":
+        if not self._generation.is_current(generation) or not self.machine.at("dialling"):
             return False
         self.machine.move("connecting/greeting", cause=f"link {generation} is open")
         return True
@@ -176,10 +176,10 @@ class SessionCore:
         retry_after: float | None = None,
     ) -> bool:
         """Record that a link or a dial has failed; return whether it was the current one."""
-        connects = self.machine.phase in ("connecting", "online")
+        connects = self.machine.at("connecting", "online")
         if not connects or not self._generation.is_current(generation):
             return False
-        if self.machine.step == "waiting" or self._is_due:
+        if self.machine.at("waiting") or self._is_due:
             return False
         self._note(kind, reason)
         self._link_ended(now)
@@ -194,16 +194,16 @@ class SessionCore:
 
     def refuse(self, kind: CloseClass, reason: str) -> None:
         """Go offline for a reason that does not come from the link, such as a lost lease."""
-        if self.machine.phase in ("connecting", "online"):
+        if self.machine.at("connecting", "online"):
             self._leave("offline/refused", kind, reason)
 
     def crashed(self, reason: str, now: float) -> None:
         """Record that the connection has crashed; dial after a pause."""
-        if self.machine.phase in ("connecting", "online"):
+        if self.machine.at("connecting", "online"):
             self._note(CloseClass.TRANSIENT, reason)
             self._link_ended(now)
             self._generation.next()
-            if self.machine.step != "waiting":
+            if not self.machine.at("waiting"):
                 self._pause(now)
 
     def proven(self) -> None:
@@ -249,7 +249,7 @@ class SessionCore:
     @property
     def _is_due(self) -> bool:
         """Whether a dial is due and has not begun."""
-        return self.machine.step == "dialling" and not self._begun
+        return self.machine.at("dialling") and not self._begun
 
     # -- the state -----------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class SessionCore:
     @property
     def restarting(self) -> bool:
         """Whether a new link replaces a working one, without a pause."""
-        dials = self.machine.phase == "connecting" and self.machine.step != "waiting"
+        dials = self.machine.at("connecting") and not self.machine.at("waiting")
         return dials and self.last_kind is CloseClass.RESTART
 
     @property
@@ -276,15 +276,15 @@ class SessionCore:
 
     def next_attempt_in(self, now: float) -> float | None:
         """Seconds until the next dial; None if the session is not waiting for one."""
-        return max(0.0, self._due_at - now) if self.machine.step == "waiting" else None
+        return max(0.0, self._due_at - now) if self.machine.at("waiting") else None
 
     @property
     def stopped(self) -> bool:
         """Whether the session was stopped."""
-        return self.machine.phase == "stopped"
+        return self.machine.at("stopped")
 
     def is_linked(self, generation: int) -> bool:
         """Whether the link of this generation is open."""
         return self._generation.is_current(generation) and (
-            self._online_at is not None or self.machine.step in ("greeting", "login")
+            self._online_at is not None or self.machine.at("greeting", "login")
         )
