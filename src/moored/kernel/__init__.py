@@ -2,9 +2,10 @@
 
 A component of a system is a `Child` of a `Supervisor`: started in order, restarted by rule, stopped
 in reverse order. Other components find it through a `Registry`. It shows its state with a `Machine`
-and a `StatusMonitor`, waits between attempts with a `Backoff`, and records what happened and why in
-a `Recorder`. The other classes (`SingleFlight`, `Generation`, `Deadline`, `KeyedWorkers`, `Tasks`,
-`Timers`, `Clock`) are small tools that every other package uses.
+and a `StatusMonitor`, keeps its link by the rules of a `Reconnect`, waits between attempts with a
+`Backoff`, and records what happened and why in a `Recorder`. The other classes (`SingleFlight`,
+`Generation`, `Deadline`, `KeyedWorkers`, `Tasks`, `Timers`, `Clock`) are small tools that every
+other package uses.
 """
 
 from ._at_fork import at_fork
@@ -43,6 +44,7 @@ from ._keyed import KeyedStatistics, KeyedWorkers
 from ._link import Callers, Link
 from ._loop_thread import LoopThread
 from ._machine import Machine, Move
+from ._reconnect import At, Dial, Loss, Pauses, Reconnect, link_chart
 from ._recorder import Event, Recorder, RecorderStatistics
 from ._registry import Down, Registration, Registry, Via
 from ._rules import AutoShutdown, Failure, Restart, Strategy
@@ -106,11 +108,17 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "start_thread",
     "uncancelled",
     # Time and replacement
+    "At",
     "Backoff",
     "Clock",
     "Deadline",
+    "Dial",
     "Generation",
+    "Loss",
+    "Pauses",
+    "Reconnect",
     "Timers",
+    "link_chart",
     "sleep_until",
     # Events
     "Event",
