@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from moored.kernel import Clock, Machine
+from moored.kernel import Clock, Dial, Machine
 from moored.postgres.listen import Gap, Listener, Notification, NotifyRefused, Subscription
 from moored.postgres.listen._core import CHART, ListenerCore
 from moored.postgres.listen._direct import DirectConnection
@@ -38,8 +38,17 @@ def subscription(*channels: str, buffer: int = 10) -> Subscription:
     return Subscription(Listener("postgresql://nowhere/db"), channels, buffer)
 
 
+def dial(core: ListenerCore) -> int:
+    """Take the dial that is due, or begin one during a pause."""
+    link, now = core.link, core._clock.monotonic()
+    link.want(now, "test")
+    what = link.due(now)
+    assert isinstance(what, Dial)
+    return what.number
+
+
 def go_up(core: ListenerCore) -> int:
-    token = core.dial()
+    token = dial(core)
     core.connected(token)
     core.probed(token)
     while (change := core.next_change()) is not None:
@@ -60,32 +69,32 @@ def test_attempts_come_in_series_with_half_jitter_and_never_end(
 ) -> None:
     for _ in range(3):
         for base in (0.5, 1.0, 2.0, 4.0, 8.0):
-            exhausted = core.lost(core.dial(), "refused")
-            assert core.next_attempt is not None
-            assert base <= core.next_attempt - time.now < 1.5 * base
+            exhausted = core.lost(dial(core), "refused")
+            assert core.link.next_dial_at is not None
+            assert base <= core.link.next_dial_at - time.now < 1.5 * base
             assert exhausted == (base == 8.0)
-            assert core.machine.at("pause" if exhausted else "retry")
-            time.now = core.next_attempt
+            assert core.link.machine.at("down/waiting")
+            time.now = core.link.next_dial_at
     assert core.failed_series == 3
 
 
 def test_the_loss_of_a_proven_connection_is_retried_at_once(core: ListenerCore, time: Time) -> None:
     for _ in range(4):
-        core.lost(core.dial(), "refused")
+        core.lost(dial(core), "refused")
     token = go_up(core)
     time.now += 1.0
     core.lost(token, "reset")
-    assert core.next_attempt == time.now
-    core.lost(core.dial(), "refused")
-    assert core.next_attempt < time.now + 0.75
+    assert core.link.next_dial_at == time.now
+    core.lost(dial(core), "refused")
+    assert core.link.next_dial_at < time.now + 0.75
 
 
 def test_a_connection_that_is_dropped_immediately_is_not_retried_at_once(
     core: ListenerCore, time: Time
 ) -> None:
     core.lost(go_up(core), "dropped")
-    assert core.next_attempt is not None
-    assert core.next_attempt >= time.now + 0.5
+    assert core.link.next_dial_at is not None
+    assert core.link.next_dial_at >= time.now + 0.5
 
 
 def test_a_gap_begins_when_the_server_was_last_heard_and_comes_first(

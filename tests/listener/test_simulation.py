@@ -67,7 +67,7 @@ def _gives_up(self: ListenerCore, token: int, reason: str) -> bool:
     """After a series of five, no attempt is planned."""
     exhausted = _lost(self, token, reason)
     if exhausted:
-        self.next_attempt = None
+        self.link.next_dial_at = None
     return exhausted
 
 

@@ -337,14 +337,15 @@ class World:
             for session in self.server.sessions:
                 if session.silent_since is not None and not session.closed:
                     assert now - session.silent_since <= 10.0, "a dead connection is not noticed"
-            if core.up:
+            link = core.link
+            if link.is_up:
                 continue
-            if core.next_attempt is None:
-                assert core.machine.at("connecting"), core
-                assert now - core.machine.since <= 15.0, f"{core} hangs"
+            if link.next_dial_at is None:
+                assert link.machine.at("connecting"), core
+                assert now - link.machine.since <= 15.0, f"{core} hangs"
             else:
-                assert core.machine.at("waiting"), core
-                assert core.next_attempt - now <= 12.0, core
+                assert link.machine.at("down", "dialing"), core
+                assert link.next_dial_at - now <= 12.0, core
 
 
 @contextmanager

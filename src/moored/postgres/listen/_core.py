@@ -1,17 +1,10 @@
-"""The decisions of a listener: when to dial, what to LISTEN to, and who gets what; no I/O.
+"""The decisions of a listener: what to LISTEN to, and who gets what; no I/O.
 
-::
+When to dial is decided by `Reconnect`. Attempts come in series of five: at once, and after 0.5, 1,
+2 and 4 s; the next series begins after 8 s. Each delay has a jitter of up to half of it. A
+connection that was up for a second begins a new series when it is lost. Invariants:
 
-    waiting/retry ──▶ connecting/dialing ──▶ connecting/probing ──▶ connecting/listening ──▶ up
-         ▲                    │                      │                       │               │
-         └────────────────────┴──────────────────────┴───────────────────────┴───────────────┘
-    waiting/pause: the same, after five failed attempts        off: a pooler, and nothing configured
-
-Attempts come in series of five: at once, and after 0.5, 1, 2 and 4 s; the next series begins after
-8 s. Each delay has a jitter of up to half of it. A connection that was up for a second begins a new
-series when it is lost. Invariants:
-
-- outside of `off`, an attempt or a connection is under way, or `next_attempt` says when it is due;
+- unless the link is off, an attempt or a connection is under way, or the next attempt is due;
 - a notification is delivered only if its generation is the current one, and LISTEN was confirmed
   for its channel;
 - a subscription that was subscribed while a connection was lost gets a `Gap` before the first
@@ -22,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from moored.kernel import Backoff, BackoffExhausted, Chart, Clock, Generation, Machine, duration
+from moored.kernel import Backoff, Clock, Machine, Pauses, Reconnect, duration, link_chart
 
 from ._events import Gap, Notification
 
@@ -31,35 +24,21 @@ if TYPE_CHECKING:
 
 __all__ = ["CHART", "ChannelChange", "ListenerCore", "new_backoff"]
 
-#: The delays between the attempts of a series, and after a series.
-FIRST, LONGEST, SERIES, PAUSE = 0.5, 4.0, 5, 8.0
-#: Seconds after which a connection has proven to work, and its loss begins a new series.
-PROVEN = 1.0
+#: A connection that is up for a second has proven to work: its loss begins a new series, at once.
+PAUSES = Pauses(proven=1.0, at_once=True, series=8.0)
 
-CHART = Chart(
-    phases={
-        "waiting": ("retry", "pause"),
-        "connecting": ("dialing", "probing", "listening"),
-        "up": (),
-        "off": (),
-    },
-    moves={
-        "waiting": "connecting/dialing",
-        "connecting/dialing": "connecting/probing",
-        "connecting/probing": "connecting/listening",
-        "connecting/listening": "up",
-        "connecting": ("waiting/retry", "waiting/pause", "off"),
-        "up": ("waiting/retry", "waiting/pause"),
-    },
-    initial="waiting/retry",
+CHART = link_chart(
+    "probing",
+    "listening",
     words={
-        "retry": "waiting for the next attempt",
-        "pause": "waiting for the next series of attempts",
-        "dialing": "dialling the server",
+        "waiting": "waiting for the next attempt",
+        "dialing": "connecting to the server",
         "probing": "checking that notifications arrive",
         "listening": "listening to the channels",
         "up": "up",
-        "off": "off",
+        "resting": "not open",
+        "refused": "off: an operator must change something",
+        "stopped": "off",
     },
 )
 
@@ -73,22 +52,17 @@ class ChannelChange(NamedTuple):
 
 def new_backoff(clock: Clock) -> Backoff:
     """Return the delays of one series of attempts."""
-    return Backoff(FIRST, LONGEST, jitter="half", max_attempts=SERIES, clock=clock)
+    return Backoff(0.5, 4.0, jitter="half", max_attempts=5, clock=clock)
 
 
 class ListenerCore:
-    """The state of a listener; a token is the generation of a connection.
+    """The state of a listener; a token is the number of a connection.
 
     :param always: channels to listen to besides those of the subscribers.
     """
 
     def __init__(self, machine: Machine, clock: Clock, always: tuple[str, ...] = ()) -> None:
-        self.machine = machine
-        self.generation = Generation()
-        #: When to dial, in monotonic seconds; None while an attempt or a connection is under way.
-        self.next_attempt: float | None = clock.monotonic()
-        #: The last failure since the listener was up; None while it is up.
-        self.failure: str | None = None
+        self.link = Reconnect(machine, PAUSES, new_backoff(clock))
         #: Whether a connection was ever up.
         self.was_up = False
         #: Connections that were up, failed attempts, and series of five that failed.
@@ -101,7 +75,6 @@ class ListenerCore:
         #: The same in monotonic seconds; None if it never was.
         self.last_heard: float | None = None
         self._clock = clock
-        self._backoff = new_backoff(clock)
         self._always = frozenset(always)
         self._listened: set[str] = set()
         self._subscribers: dict[str, dict[Subscription, None]] = {}
@@ -110,72 +83,41 @@ class ListenerCore:
     # -- the connection ------------------------------------------------------------------------
 
     @property
-    def up(self) -> bool:
-        """Whether the listener is connected and listens to its channels."""
-        return self.machine.at("up")
-
-    def dial(self) -> int:
-        """Begin an attempt; return its token."""
-        self.machine.move("connecting/dialing", cause="an attempt is due")
-        self.next_attempt = None
-        return self.generation.next()
+    def failure(self) -> str | None:
+        """The last failure; None while the listener is up, and if nothing has failed."""
+        return None if self.link.is_up else self.link.why or None
 
     def connected(self, token: int) -> None:
         """The server has accepted the connection."""
-        self._check(token, "connecting/probing", "the server has accepted the connection")
+        self.link.step(token, "probing", "the server has accepted the connection")
         self.heard(token)
 
     def probed(self, token: int) -> None:
         """The connection is suitable for LISTEN."""
-        self._check(token, "connecting/listening", "the connection is suitable for LISTEN")
+        self.link.step(token, "listening", "the connection is suitable for LISTEN")
 
     def went_up(self, token: int) -> None:
         """Every channel is listened to."""
-        self._check(token, "up", "every channel is listened to")
-        self.connects += 1
-        self.was_up = True
-        self.failure = None
+        if self.link.up(token, self._clock.monotonic(), "every channel is listened to"):
+            self.connects += 1
+            self.was_up = True
 
     def heard(self, token: int) -> None:
         """Bytes of the server have arrived."""
-        if self.generation.is_current(token):
+        if self.link.is_current(token):
             self.heard_at, self.last_heard = self._clock.wall(), self._clock.monotonic()
 
     def lost(self, token: int, reason: str) -> bool:
         """The attempt or the connection has failed; return whether a series of attempts ended."""
-        self.generation.check(token, "the connection")
-        now = self._clock.monotonic()
-        was_up = self.up
-        if was_up and now - self.machine.since >= PROVEN:
-            self._backoff.succeed()
-            wait, exhausted = 0.0, False
-        else:
-            self.failures += not was_up
-            wait, exhausted = self._next_wait()
-        self.failure = reason
-        self.next_attempt = now + wait
+        loss = self.link.lost(token, reason, self._clock.monotonic())
+        if loss is None:
+            return False
+        self.failures += not loss.was_up
+        self.failed_series += loss.exhausted
         self._listened.clear()
         for each in self._all:
             each.gap = each.gap or Gap(self.heard_at, reason)
-        self.machine.move(f"waiting/{'pause' if exhausted else 'retry'}", cause=reason)
-        return exhausted
-
-    def turn_off(self, reason: str) -> None:
-        """Stop for good: nothing was configured, and the default does not work."""
-        self.machine.move("off", cause=reason)
-        self.failure = reason
-
-    def _next_wait(self) -> tuple[float, bool]:
-        try:
-            return self._backoff.fail(), False
-        except BackoffExhausted:
-            self.failed_series += 1
-            self._backoff.succeed()
-            return PAUSE + PAUSE / 2 * self._clock.random.random(), True
-
-    def _check(self, token: int, state: str, cause: str) -> None:
-        self.generation.check(token, "the connection")
-        self.machine.move(state, cause=cause)
+        return loss.exhausted
 
     # -- channels ------------------------------------------------------------------------------
 
@@ -183,7 +125,7 @@ class ListenerCore:
         """Add a subscriber; while the listener is not up, its stream begins with a `Gap`."""
         self._all[subscriber] = None
         self._index(subscriber, subscriber.channels)
-        if not self.up and not self.listens_to(subscriber.channels):
+        if not self.link.is_up and not self.listens_to(subscriber.channels):
             reason = self.failure or "the listener was not connected yet"
             subscriber.gap = Gap(self._clock.wall(), reason)
 
@@ -244,7 +186,8 @@ class ListenerCore:
 
     def listened(self, token: int, channels: tuple[str, ...]) -> None:
         """The server has confirmed LISTEN for these channels: report the gaps that have ended."""
-        self.generation.check(token, "the connection")
+        if not self.link.is_current(token):
+            return
         self._listened.update(channels)
         self._report_gaps()
 
@@ -258,7 +201,7 @@ class ListenerCore:
     def deliver(self, token: int, notification: Notification) -> None:
         """Pass a notification to its subscribers, unless a `Gap` is due to them first."""
         channel = notification.channel
-        if not self.generation.is_current(token) or channel not in self._listened:
+        if not self.link.is_current(token) or channel not in self._listened:
             self.ignored += 1
             return
         for each in self._subscribers.get(channel, ()):
@@ -267,7 +210,7 @@ class ListenerCore:
                 each.offer(notification, self._clock)
 
     def __repr__(self) -> str:
-        due = ""
-        if self.next_attempt is not None:
-            due = f", next attempt in {duration(self.next_attempt - self._clock.monotonic())}"
-        return f"<ListenerCore {self.machine.state}, generation {self.generation.current}{due}>"
+        link, due = self.link, ""
+        if link.next_dial_at is not None:
+            due = f", next attempt in {duration(link.next_dial_at - self._clock.monotonic())}"
+        return f"<ListenerCore {link.machine.state}, generation {link.dials}{due}>"

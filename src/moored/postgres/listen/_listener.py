@@ -16,6 +16,7 @@ from moored.kernel import (
     Clock,
     Condition,
     Context,
+    Dial,
     Link,
     Machine,
     Recorder,
@@ -199,7 +200,7 @@ class Listener:
     @property
     def up(self) -> bool:
         """Whether the listener is connected and listens to all its channels."""
-        return self._core.up and self._state == "open"
+        return self._core.link.is_up and self._state == "open"
 
     @property
     def is_open(self) -> bool:
@@ -309,24 +310,26 @@ class Listener:
 
     async def _run(self, ctx: Context) -> None:
         """Keep a connection, until cancelled; the subscriptions outlive a restart."""
-        core = self._core
-        if core.next_attempt is None:
-            core.lost(core.generation.current, "the listener was restarted")
+        core, link = self._core, self._core.link
+        core.lost(link.number, "the listener was restarted")
+        if link.machine.at("off"):
+            link.want(self._clock.monotonic(), "the listener was started")
         self._state = "open"
         ctx.started(self)
         try:
             if self._pooled is not None:
                 await self._pooled.open()
-            while (due := core.next_attempt) is not None:
-                await sleep_until(due, self._clock)
-                token = core.dial()
-                try:
-                    await self._connect_and_listen(token)
-                except Exception as error:
-                    self._failed(token, error)
-                except asyncio.CancelledError:
-                    core.lost(token, "the listener is closing")
-                    raise
+            while link.next_dial_at is not None:
+                await sleep_until(link.next_dial_at, self._clock)
+                if isinstance(what := link.due(self._clock.monotonic()), Dial):
+                    try:
+                        await self._connect_and_listen(what.number)
+                    except Exception as error:
+                        self._failed(what.number, error)
+        except asyncio.CancelledError:
+            core.lost(link.number, "the listener is closing")
+            link.rest("the listener is closing")
+            raise
         finally:
             await self._canary.end()
             if self._pooled is not None:
@@ -453,7 +456,7 @@ class Listener:
             refused = self._refused = kind(reason)
         if isinstance(refused, NoListener):
             log.warning("%s", reason)
-            self._core.turn_off(reason)
+            self._core.link.refuse(reason)
             self.end(refused)
             return
         self._wait_for_next(token, reason)
@@ -465,10 +468,10 @@ class Listener:
         self._pulse()
 
     def _wait_for_next(self, token: int, reason: str) -> None:
-        was_up, before = self._core.up, self._core.failure
+        was_up, before = self._core.link.is_up, self._core.failure
         now = self._clock.monotonic()
         exhausted = self._core.lost(token, reason)
-        wait = (self._core.next_attempt or now) - now
+        wait = (self._core.link.next_dial_at or now) - now
         if self._figures.down_since is None:
             self._figures.down_since = now
         what = "the listener has lost its connection" if was_up else "the listener cannot connect"

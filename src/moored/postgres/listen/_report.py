@@ -49,23 +49,23 @@ def report(
     clock: Clock,
 ) -> dict[str, Any]:
     """Return the state of a listener, in types that JSON can represent."""
-    machine, now = core.machine, clock.monotonic()
+    link, machine, now = core.link, core.link.machine, clock.monotonic()
     subscriptions = core.subscribers
     return {
         "name": name,
         "health": monitor.status().value,
-        "up": core.up,
+        "up": link.is_up,
         "phase": machine.phase,
         "step": machine.step,
         "doing": CHART.words[machine.state],
         "for": now - machine.since,
-        "generation": core.generation.current,
+        "generation": link.dials,
         "reconnects": max(0, core.connects - 1),
         "failures": core.failures,
         "failed_series": core.failed_series,
         "failure": core.failure,
         "down_for": figures.outage(now),
-        "next_attempt": None if core.next_attempt is None else max(0.0, core.next_attempt - now),
+        "next_attempt": None if link.next_dial_at is None else max(0.0, link.next_dial_at - now),
         "conditions": monitor.as_dict()["conditions"],
         "pooler": figures.pooler,
         "channels": core.channels,
@@ -108,8 +108,11 @@ def _reasons(now: Mapping[str, Any]) -> list[str]:
 def _consequence(now: Mapping[str, Any]) -> str:
     if now["up"]:
         return "there is nothing to do"
-    if CHART.at(State(now["phase"], now["step"]), "off"):
+    state = State(now["phase"], now["step"])
+    if CHART.at(state, "off/refused"):
         return "the listener does not retry: correct the cause, and open a new listener"
+    if CHART.at(state, "off"):
+        return "the listener is not open"
     due = now["next_attempt"]
     when = "an attempt is under way" if due is None else f"the next attempt is in {duration(due)}"
     return f"{when}; queries are not affected, and subscribers get a Gap when the listener is up"
