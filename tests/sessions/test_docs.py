@@ -36,6 +36,7 @@ from moored.sessions import (
     Text,
     _sessions,
 )
+from moored.sessions._runtime import SESSION_STATES
 from moored.sessions.events._sink import CLOSE_TIMEOUT
 from moored.sessions.link import _connection, _core
 from moored.sessions.mqtt import Mqtt
@@ -193,8 +194,10 @@ async def test_deliver_of_the_page_sends_until_the_outcome_is_certain(sessions: 
 TOPIC = page("topics/sessions")
 
 
-def test_state_chart_of_the_page_is_that_of_the_code() -> None:
-    assert _core.CHART.text() in blocks(TOPIC, "text")
+def test_table_of_states_is_that_of_the_code() -> None:
+    rows = re.findall(r"^\| `([a-z/]+)` \| `([a-z/]+)` \|", TOPIC, re.MULTILINE)
+    assert {state: public for public, state in rows} == SESSION_STATES
+    assert SESSION_STATES.keys() == {str(state) for state in _core.CHART.states}
 
 
 NUMBER = re.compile(r"\d+(?:,\d{3})*")
@@ -217,7 +220,7 @@ def test_table_of_numbers_matches_the_code() -> None:
     assert rows == {
         "pauses between attempts": [made._backoff.start, made._backoff.max],
         "restarts that are not counted, in a row": [_core.RESTARTS],
-        "a link is proven after": [_core.PROVEN],
+        "a link is proven after": [_core.PAUSES.proven],
         "crashes that an account may have": list(_sessions.INTENSITY),
         "links in a second, at once": [
             default(Sessions, "connect_rate"),

@@ -452,7 +452,7 @@ async def test_restart_requested_by_the_server_is_immediate(
     alice = await sessions.connect("alice", Demo(server))
     server.restart("alice")
     await until(lambda: alice.generation == 2 and alice.state == "online")
-    assert alice._runtime.core.backoff.attempts == 0
+    assert alice._runtime.core.link.backoff.attempts == 0
 
 
 async def test_disconnect_keeps_the_profile_and_connect_restores_the_link(

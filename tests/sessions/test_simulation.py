@@ -243,12 +243,12 @@ class World:
             inbound_steps=[("decrypt", self.inboxes[profile].decrypt)],
             on_event=self.inboxes[profile].handle,
         )
-        machine = session._runtime.core.machine
+        machine = session._runtime.core.link.machine
 
         def moved(move: Any) -> None:
-            if machine.chart.at(move.source, "online"):
+            if machine.chart.at(move.source, "up"):
                 self.losses[profile].append(self.sim.now)
-            if machine.chart.at(move.target, "offline/refused"):
+            if machine.chart.at(move.target, "off/refused"):
                 self.finals[profile] = session.generation
 
         machine.observe(moved)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moored.kernel import Clock, Machine, Supervisor, counted, describe
+from moored.kernel import Clock, Machine, Reconnect, Supervisor, counted, describe
 from moored.leases import Lease
 
 from ._content import ConnectionUpdate, Incoming, SenderCrash
@@ -21,7 +21,15 @@ from ._logs import log_change, log_end, log_sender
 from ._protocol import CloseClass, InboundStep, Protocol, Step
 from ._session import Session
 from .events import EventQueue, InboundSteps, Sink
-from .link import CHART, ClosingLinks, Credentials, CredentialsProvider, OfflineServer, SessionCore
+from .link import (
+    CHART,
+    PAUSES,
+    ClosingLinks,
+    Credentials,
+    CredentialsProvider,
+    OfflineServer,
+    SessionCore,
+)
 from .sending import Sends
 from .storage import Corruption, Records
 
@@ -31,6 +39,17 @@ if TYPE_CHECKING:
 
 __all__ = ["SessionRuntime"]
 
+#: The documented value of `Session.state` and `ConnectionUpdate.state` for each state of the link.
+SESSION_STATES = {
+    "down/waiting": "connecting/waiting",
+    "connecting/dialing": "connecting/dialling",
+    "connecting/greeting": "connecting/greeting",
+    "connecting/login": "connecting/login",
+    "up": "online",
+    "off/resting": "offline/resting",
+    "off/refused": "offline/refused",
+    "off/stopped": "stopped",
+}
 #: The namespace and the key of the protocol's own record (`Remember`).
 MEMORY = ("protocol", "memory")
 
@@ -87,7 +106,7 @@ class SessionRuntime:
         )
         self.session = Session(self)
         machine = Machine(self.name, CHART, clock=self.clock, recorder=owner.recorder, history=0)
-        self.core = SessionCore(machine, owner._backoff.fresh())
+        self.core = SessionCore(Reconnect(machine, PAUSES, owner._backoff.fresh()))
         self.sends = Sends(self, [*protocol.steps, *steps])
         self.offline = OfflineServer(self, not steps) if is_offline else None
         inbound = [*protocol.inbound_steps, *inbound_steps]
@@ -106,7 +125,7 @@ class SessionRuntime:
 
     def begins(self) -> None:
         """Begin to connect: the tree has been started."""
-        self.core.connect()
+        self.core.connect(self.clock.monotonic())
         if self.offline is not None:
             self.offline.start()
 
@@ -150,7 +169,7 @@ class SessionRuntime:
         """Abort the link: the lease is lost, and another process may hold it."""
         reason = "the lease of the profile was lost"
         core = self.core
-        if core.lost(core.generation, CloseClass.TRANSIENT, reason, self.clock.monotonic()):
+        if core.lost(core.link.number, CloseClass.TRANSIENT, reason, self.clock.monotonic()):
             self.record(reason, kind="failure")
         self.closing_links.abort()
         if self.connection is not None:
@@ -230,14 +249,13 @@ class SessionRuntime:
     @property
     def state(self) -> str:
         """The state, such as "online" or "connecting/waiting"."""
-        state = self.core.machine.state
-        return state.phase if state.phase == state.step else str(state)
+        return SESSION_STATES[str(self.core.link.machine.state)]
 
     @property
     def why_offline(self) -> str:
         """The state and its reason, as a sentence."""
         why = f": {self.core.last_reason}" if self.core.last_reason else ""
-        return f"the session of {self.profile!r} is {self.core.machine.state}{why}"
+        return f"the session of {self.profile!r} is {self.state}{why}"
 
     def totals(self) -> dict[str, int]:
         """Return the counters of the session."""

@@ -281,7 +281,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         A session that waits for its next attempt makes it now.
         """
         self._check_running()
-        self._runtime.core.connect("the user connected it")
+        self._runtime.core.connect(self._runtime.clock.monotonic(), "the user connected it")
         self._runtime.changed()
         if self._runtime.connection is not None:
             self._runtime.connection.poke()
@@ -290,7 +290,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     async def disconnect(self) -> None:
         """Close the link and stay offline until `connect`; the session keeps its profile."""
         self._check_running()
-        if self._runtime.core.machine.at("connecting", "online"):
+        if not self._runtime.core.link.machine.at("off"):
             self._runtime.core.disconnect()
             if self._runtime.connection is not None:
                 self._runtime.connection.disconnect("the user disconnected it")
@@ -307,7 +307,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     def _is_online(self) -> bool:
         if self._runtime.core.stopped:
             raise SessionStopped(self._runtime.why_offline)
-        if self._runtime.core.machine.at("offline"):
+        if self._runtime.core.link.machine.at("off"):
             raise NotConnected(self._runtime.why_offline)
         return self._runtime.core.online
 
@@ -346,7 +346,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
     @property
     def generation(self) -> int:
         """The number of the current link."""
-        return self._runtime.core.generation
+        return self._runtime.core.link.dials
 
     @property
     def last_loss(self) -> LastLoss | None:
@@ -365,15 +365,15 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
 
     def status(self) -> dict[str, Any]:
         """Return the state and the counters, without contents and recipients."""
-        machine, core = self._runtime.core.machine, self._runtime.core
+        core, link = self._runtime.core, self._runtime.core.link
         now = self._runtime.clock.monotonic()
         kind, reason = core.why
         return {
             "profile": self.profile,
             "protocol": self.protocol.name,
             "state": self.state,
-            "for": now - machine.since,
-            "generation": core.generation,
+            "for": now - link.machine.since,
+            "generation": link.dials,
             "kind": None if kind is None else kind.value,
             "reason": reason,
             "next_attempt_in": core.next_attempt_in(now),
@@ -384,7 +384,7 @@ class Session(ABC):  # noqa: B024 (so that `SessionVia` can be registered)
         }
 
     def __repr__(self) -> str:
-        now = self._runtime.clock.monotonic() - self._runtime.core.machine.since
+        now = self._runtime.clock.monotonic() - self._runtime.core.link.machine.since
         sends = counted(len(self._runtime.sends.table), "send")
         return (
             f"<Session {self.profile!r} over {self.protocol.name}: {self.state} for "

@@ -24,7 +24,7 @@ async def test_refusal_with_a_server_reference_is_followed(
     alice = await sessions.connect("alice", Mqtt(scripted.url))
     assert isinstance(await alice.send("bob", b"x"), Acked)
     assert (scripted.payloads(), elsewhere.payloads()) == ([], [b"x"])
-    # A lost link is dialled again at the new server.
+    # A lost link is dialed again at the new server.
     elsewhere.cut()
     await until(lambda: len(elsewhere.links) == 2)
     await alice.online(10)

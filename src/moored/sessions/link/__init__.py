@@ -2,13 +2,14 @@
 
 from ._closing_links import ClosingLinks
 from ._connection import Connection
-from ._core import CHART, LastLoss, SessionCore
+from ._core import CHART, PAUSES, LastLoss, SessionCore
 from ._credentials import Credentials, CredentialsProvider
 from ._link import Link
 from ._offline_server import OfflineServer
 
 __all__ = [
     "CHART",
+    "PAUSES",
     "ClosingLinks",
     "Connection",
     "Credentials",

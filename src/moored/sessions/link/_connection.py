@@ -11,7 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from moored.kernel import Context, describe, start_task
+from moored.kernel import At, Context, Dial, describe, start_task
 from moored.leases import LeaseRefused, StoreUnavailable
 
 from .._errors import (
@@ -25,7 +25,6 @@ from .._errors import (
 )
 from .._protocol import CloseClass
 from ..sending import RetryCache
-from ._core import DialNow, Wait
 from ._link import MOST_ANSWERS, Link
 from ._queries import Queries
 
@@ -51,7 +50,7 @@ class Connection:
     #: The endpoint of the last dial.
     endpoint: Any = None
     _poke: asyncio.Future[None] | None = None
-    _dialling: asyncio.Task[None] | None = None
+    _dialing: asyncio.Task[None] | None = None
     # The reports to the dial: several may come in one read.
     _greetings: asyncio.Queue[bool | None] | None = None
     _error: BaseException | None = None
@@ -71,10 +70,10 @@ class Connection:
         try:
             while True:
                 self._poke = loop.create_future()
-                match core.next(self._now()):
-                    case DialNow(generation=generation):
-                        self._dialling = start_task(self._dial(generation))
-                    case Wait(until=until):
+                match core.link.due(self._now()):
+                    case Dial(number=generation):
+                        self._dialing = start_task(self._dial(generation))
+                    case At(time=until):
                         runtime.owner._timers.set((runtime, "retry"), until, self.poke)
                 await self._poke
                 if self._error is not None:
@@ -91,7 +90,7 @@ class Connection:
             self.queries.lost(f"the session has crashed: {describe(error)}")
             raise
         finally:
-            self._stop_dialling()
+            self._stop_dialing()
             runtime.connection = None
 
     def poke(self) -> None:
@@ -135,8 +134,8 @@ class Connection:
         except Exception as error:
             self.crash(error)
         finally:
-            if self._dialling is asyncio.current_task():
-                self._dialling = self._greetings = None
+            if self._dialing is asyncio.current_task():
+                self._dialing = self._greetings = None
 
     async def _open(self, generation: int) -> None:
         runtime = self._runtime
@@ -150,7 +149,7 @@ class Connection:
         link = Link(runtime, self, generation, runtime.protocol.begin(*who))
         self.endpoint = runtime.protocol.locate(*who)
         link.transport = await self.endpoint.dial(link)
-        if not runtime.core.dialled(generation):
+        if not runtime.core.dialed(generation):
             link.transport.abort()
             self.greet(True)
             return
@@ -184,9 +183,9 @@ class Connection:
         self._runtime.core.refuse(kind, reason)
         self.abandon(reason)
 
-    def _stop_dialling(self) -> None:
-        if self._dialling is not None:
-            self._dialling.cancel()
+    def _stop_dialing(self) -> None:
+        if self._dialing is not None:
+            self._dialing.cancel()
 
     # -- queries -------------------------------------------------------------------------------
 
@@ -212,7 +211,7 @@ class Connection:
 
     def answer_login(self, answer: Any) -> None:
         """Send the user's answer to a login step."""
-        if not self._runtime.core.machine.at("login") or self.link is None:
+        if not self._runtime.core.link.machine.at("login") or self.link is None:
             raise NotConnected("the server has not requested a login step, or the link is lost")
         self.link.say(self.link.dialogue.login(answer))
 
@@ -238,7 +237,7 @@ class Connection:
 
     def disconnect(self, reason: str) -> None:
         """Send the protocol's goodbye, and close the link."""
-        self._stop_dialling()
+        self._stop_dialing()
         if (link := self.link) is not None:
             try:
                 link.say(link.dialogue.goodbye())
@@ -250,8 +249,8 @@ class Connection:
 
     def abandon(self, reason: str) -> None:
         """Abort the link without flushing its buffer."""
-        if self._dialling is not asyncio.current_task():
-            self._stop_dialling()
+        if self._dialing is not asyncio.current_task():
+            self._stop_dialing()
         self._end_link(abort=True)
         self._settle(LinkLost(reason), final=True)
 
@@ -267,7 +266,7 @@ class Connection:
         """Settle the sends and queries of the link."""
         runtime = self._runtime
         sends = runtime.sends
-        if final or runtime.core.machine.at("offline"):
+        if final or runtime.core.link.machine.at("off"):
             sends.table.over(reason)
         else:
             sends.table.lost(reason, resumes=runtime.protocol.resumes and keeps)

@@ -391,14 +391,14 @@ class Link:
             self.say(self.dialogue.goodbye())
         except ProtocolError as error:
             self.say(error.farewell)
-            self._runtime.core.proven()
+            self._runtime.core.link.proven(self.generation)
             self._close(CloseClass.TRANSIENT, str(error))
             return True
         except Exception as error:
             self._connection.crash(error)
             return False
         if handled:
-            self._runtime.core.proven()
+            self._runtime.core.link.proven(self.generation)
         # No later message can be acknowledged before the server has sent that one again.
         why = "the event queue was full: the server sends the rest over a new link"
         self._close(CloseClass.TRANSIENT, why)

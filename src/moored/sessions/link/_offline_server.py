@@ -10,10 +10,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from moored.kernel import Dial
+
 from .._errors import NotConnected, SessionError
 from .._protocol import Notice, Outgoing
 from ..sending import Parked
-from ._core import DialNow
 
 if TYPE_CHECKING:
     from .._runtime import SessionRuntime
@@ -38,15 +39,15 @@ class OfflineServer:
     def start(self) -> None:
         """Come online immediately."""
         runtime = self._runtime
-        match runtime.core.next(runtime.clock.monotonic()):
-            case DialNow(generation=generation):
+        match runtime.core.link.due(runtime.clock.monotonic()):
+            case Dial(number=generation):
                 self.open(generation)
 
     def open(self, generation: int) -> None:
         """Come online, as after a dial, and confirm the sends that waited for it."""
         runtime = self._runtime
         core, sends = runtime.core, runtime.sends
-        if core.dialled(generation) and core.ready(generation, runtime.clock.monotonic()):
+        if core.dialed(generation) and core.ready(generation, runtime.clock.monotonic()):
             runtime.changed()
             held, sends.outbox = sends.outbox, []
             for parked in held:
@@ -56,7 +57,7 @@ class OfflineServer:
     def send(self, parked: Parked) -> None:
         """Confirm a send, or fail it if the protocol could not have written it."""
         runtime, outgoing = self._runtime, parked.outgoing
-        sends, generation = runtime.sends, runtime.core.generation
+        sends, generation = runtime.sends, runtime.core.link.number
         parked.stage = "relay"
         if not runtime.core.online:
             sends.queue(parked)

@@ -26,7 +26,7 @@ class MqttMemory:
     outlived: int = 0
     #: The client id that the server has assigned, if the settings have none.
     client_id: str | None = None
-    #: The server that we were redirected to ("host:port"), and whether it has been dialled.
+    #: The server that we were redirected to ("host:port"), and whether it has been dialed.
     moved: str | None = None
     tried: bool = False
     #: Unacknowledged publishes in order: packet id -> id of the send, and the packet.

@@ -90,7 +90,7 @@ class Sends:
     def queue(self, parked: Parked) -> None:
         """Queue a send for the window or for a new link, or fail it without a link."""
         core = self._runtime.core
-        waits = core.restarting or (parked.hold and core.machine.at("connecting"))
+        waits = core.restarting or (parked.hold and core.link.machine.at("connecting", "down"))
         if not (core.online or waits):
             self.table.failed(parked, NotConnected(self._runtime.why_offline))
             return
