@@ -273,6 +273,7 @@ class World:
         self.server = Server(sim)
         self.listener = Listener("postgresql://sim/db", notify_through=self.server)
         self.readers = [Reader(self, f"reader {number}") for number in range(3)]
+        self.saw: Counter[str] = Counter()
 
     def wall(self) -> float:
         return self.listener._clock.wall()
@@ -281,7 +282,7 @@ class World:
         """Run the day; return what was seen."""
         sim = self.sim
         self._plan_faults()
-        saw: Counter[str] = Counter()
+        saw = self.saw
         async with self.listener:
             tasks = [asyncio.create_task(reader.run()) for reader in self.readers]
             tasks += [asyncio.create_task(self._publish()), asyncio.create_task(self._watch())]
@@ -336,10 +337,12 @@ class World:
             now = self.sim.now
             for session in self.server.sessions:
                 if session.silent_since is not None and not session.closed:
+                    self.saw["silent link"] += 1
                     assert now - session.silent_since <= 10.0, "a dead connection is not noticed"
             link = core.link
             if link.is_up:
                 continue
+            self.saw["connects" if link.next_dial_at is None else "waits"] += 1
             if link.next_dial_at is None:
                 assert link.machine.at("connecting"), core
                 assert now - link.machine.since <= 15.0, f"{core} hangs"

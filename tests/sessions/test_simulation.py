@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from tests.reached import assert_reached
 
 from moored.kernel import Backoff
 from moored.sessions import (
@@ -214,6 +215,8 @@ class World:
         self.finals: dict[str, int] = {}
         self.inboxes = {profile: Inbox(self, profile) for profile in PROFILES}
         self.over = False
+        #: How often each condition of the checks below was reached.
+        self.reached: Counter[str] = Counter()
 
     @classmethod
     async def begin(cls, sim: Sim, **how: Any) -> World:
@@ -368,6 +371,7 @@ class World:
         for inbox in self.inboxes.values():
             inbox.check()
         for profile, generation in self.finals.items():
+            self.reached["a session that must not reconnect"] += 1
             session = self.sessions.whereis(profile)
             assert session is None or session.generation == generation, "it reconnected by itself"
 
@@ -376,9 +380,11 @@ class World:
         took = sent.ended - sent.began
         assert took <= sent.timeout + LATE, f"{sent} took {took} s"
         if sent.cancelled:
+            self.reached["cancelled"] += 1
             return
         (outcome,) = sent.outcomes
         assert outcome.id == sent.id
+        self.reached[type(outcome).__name__] += 1
         match outcome:
             case Acked():
                 assert sent.id in received, f"{sent} was confirmed and never arrived"
@@ -388,6 +394,7 @@ class World:
                 pass
         if not sent.lives_on:
             for lost in self.losses[sent.profile]:
+                self.reached["in flight when its link was lost"] += sent.began < lost <= sent.ended
                 spans = sent.began < lost < sent.ended - LATE
                 assert not spans, (
                     f"{sent}: its link was lost at {lost}, and it was not settled then"
@@ -411,7 +418,7 @@ class World:
             assert connection is None or len(connection.queries) == 0
 
 
-async def random_faults(sim: Sim) -> None:
+async def random_faults(sim: Sim) -> Counter[str]:
     """Inject all kinds of faults, then let everything recover."""
     chance = sim.rng
     world = await World.begin(sim, window=chance.choice([None, 2, 10]))
@@ -437,8 +444,13 @@ async def random_faults(sim: Sim) -> None:
             assert session_now.state == "online", f"{session_now!r} did not reconnect"
             world.inboxes[profile].check_complete()
             assert isinstance(await session_now.send("x", b"last", outcome=True), Acked | NotSent)
+            world.reached["online again"] += 1
     await asyncio.sleep(5.0)  # sockets take their time to close
     assert world.server.online == []
+    for inbox in world.inboxes.values():
+        handled, aside, failed = len(inbox.handled), len(inbox.set_aside), inbox.failed
+        world.reached.update({"handled": handled, "set aside": aside, "handler failed": failed})
+    return world.reached
 
 
 async def one_cut(sim: Sim) -> None:
@@ -578,6 +590,15 @@ async def _no_finish(self: Sink, timeout: float = 0.0) -> None:
 
 def test_every_send_has_a_correct_outcome_under_random_faults() -> None:
     simulate(random_faults, seeds=scaled(2000, least=10))
+
+
+def test_the_schedules_reach_every_condition_of_the_checks() -> None:
+    wanted = {
+        *("Acked", "Rejected", "NotSent", "Unknown", "cancelled"),
+        *("in flight when its link was lost", "online again", "a session that must not reconnect"),
+        *("handled", "set aside", "handler failed"),
+    }
+    assert_reached(random_faults, wanted, within=40)
 
 
 def test_every_send_has_a_correct_outcome_with_inexact_timers() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from typing import Any
 
 import pytest
+from tests.reached import assert_reached
 
 from moored.kernel import Backoff
 from moored.leases import connect
@@ -43,9 +45,12 @@ class World:
         self.outcomes: dict[str, Outcome] = {}
         #: Writes to the link or the storage without a valid lease.
         self.illegal: list[str] = []
+        #: How often each condition of the checks was reached.
+        self.reached: Counter[str] = Counter()
 
     def write(self, what: str) -> None:
         lease = None if self.session is None else self.session._runtime.lease
+        self.reached["a write with a lease"] += lease is not None
         # (The deadline, and not `live`, which a planted defect may have changed.)
         if lease is not None and lease.deadline <= self.sim.now:
             self.illegal.append(f"{what} at {self.sim.now}, and the lease ended {lease.deadline}")
@@ -139,7 +144,7 @@ async def _client(world: World) -> None:
         await _send(world, session, "last")
 
 
-async def paused(sim: Sim) -> None:
+async def paused(sim: Sim) -> Counter[str]:
     """Pause the client for longer than its lease, and continue it."""
     server = DemoServer(rng=sim.rng)
     listening, finished = (asyncio.get_running_loop().create_future() for _ in range(2))
@@ -161,17 +166,27 @@ async def paused(sim: Sim) -> None:
         await asyncio.sleep(0.1)
         if world.host.paused:
             await asyncio.sleep(sim.random(0.5, 3.0) * TTL)
+            lease = None if world.session is None else world.session._runtime.lease
+            expired = lease is not None and lease.deadline <= sim.now
+            world.reached["it continued without its lease"] += expired
             world.host.resume()
     assert not world.illegal, world.illegal[0]
     received = {each.id for each in server.received}
     for id, outcome in world.outcomes.items():
         assert isinstance(outcome, Acked | NotSent | Unknown)
         assert isinstance(outcome, Unknown) or (id in received) == isinstance(outcome, Acked)
+        world.reached[type(outcome).__name__] += 1
     assert isinstance(world.outcomes["last"], Acked)
+    return world.reached
 
 
 def test_paused_process_writes_nothing_after_its_lease_has_expired() -> None:
     simulate(paused, seeds=scaled(500, least=12))
+
+
+def test_the_schedules_reach_every_condition_of_the_checks() -> None:
+    wanted = {"a write with a lease", "it continued without its lease"}
+    assert_reached(paused, wanted | {"Acked", "NotSent", "Unknown"}, within=20)
 
 
 def _push_anyway(self: Link) -> None:
