@@ -327,12 +327,14 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
         while isinstance(txn := await seen.get(), Reset):
             pass
         assert [change.new and change.new["id"] for change in txn] == [1]
+        await accounts.connect("ann", Demo(DemoServer()), offline=True)
         status = (await asking.get("/v1/status")).json()
         assert {"db", "postgres", "broker", "sessions", "consumer-search"} <= status.keys()
         assert set(status["parts"].values()) == {"active"}
         metrics = (await asking.get("/metrics")).text
         for family in ("reservoir_size", "postgres_", "broker_subscribers", "sessions"):
             assert f"moored_{family}" in metrics, family
+        assert 'moored_links{name="demo",state="up",system="sessions"} 1.0' in metrics
         for part in ("db", "postgres", "broker", "sessions"):
             assert app.explain(part), part
         consumer = app.explain("consumer-search").splitlines()
@@ -342,7 +344,7 @@ async def test_pool_stream_broker_and_consumer_meet_in_one_app(
         assert "failure" not in {each.kind for each in app.recorder.events("broker")}
         assert "orders/postgres/manager/connection" in [p for p, _ in app.tree().paths()]
         assert live.up
-        assert len(accounts) == 0
+        assert len(accounts) == 1
     assert db.closed
 
 

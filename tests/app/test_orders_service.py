@@ -33,6 +33,7 @@ METRICS = (
     r'moored_reservoir_in_use\{pool="db",service=".*"\}',
     r'moored_postgres_consumer_attached\{consumer="search",.*\}',
     r"moored_postgres_listener_up\{.*\}",
+    r'moored_links\{name=".*",state="up",system="listener"\}',
     r'moored_broker_subscribers\{broker="broker"\}',
     r'moored_rpc_connections\{address=".*",state="ready"\}',
 )

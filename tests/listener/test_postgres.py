@@ -16,6 +16,7 @@ from tests.leases.on_postgres.pgbouncer import pgbouncer
 from tests.postgres.conftest import stream_id, streamed_url
 from tests.servers import require_server
 
+from moored.kernel.prometheus import LinksCollector
 from moored.postgres import ConfigurationError, Gap, Health, Postgres
 from moored.postgres.listen.prometheus import ListenerCollector
 
@@ -182,6 +183,7 @@ async def test_the_metrics_show_state_generation_and_latencies(
         await pg.listener.wait_until_up(LIMIT)
         registry = CollectorRegistry()
         registry.register(ListenerCollector(pg.listener))
+        registry.register(LinksCollector(pg.listener))
         labels = {"listener": pg.listener.name}
 
         def value(name: str, **more: str) -> float | None:
@@ -192,7 +194,9 @@ async def test_the_metrics_show_state_generation_and_latencies(
 
         await until(measured)
         assert value("up") == 1.0
-        assert value("state", state="up") == 1.0
+        link = {"system": "listener", "name": pg.listener.name}
+        assert registry.get_sample_value("moored_links", {**link, "state": "up"}) == 1.0
+        assert registry.get_sample_value("moored_links", {**link, "state": "down/waiting"}) == 0.0
         assert value("generation") == 1.0
         assert value("reconnects_total") == 0.0
         assert value("heartbeat_age_seconds") is not None

@@ -12,6 +12,7 @@ from typing import Any
 from prometheus_client.registry import Collector
 
 from moored.kernel import Backoff, Callers, Child, Context, Link, Tree, describe
+from moored.kernel.prometheus import LinkHolder
 from moored.service import READY_STATES, Part, ServiceError, Status, System, Wiring
 
 __all__ = ["RETRY", "STOP_TIMEOUT", "Judgement", "PartEntry", "Shown", "listed", "system_part"]
@@ -134,6 +135,7 @@ def system_part(
     judge: Callable[[], Judgement],
     *,
     collector: Callable[[], Collector],
+    links: LinkHolder | None = None,
     early: bool = False,
     beside: Callable[[PartEntry, Wiring], Child] | None = None,
     before_stop: Callable[[], Awaitable[None]] | None = None,
@@ -144,6 +146,7 @@ def system_part(
     :param child: the name of the child that runs the system.
     :param running: returns an async context manager that opens and closes the system.
     :param judge: returns the health of the open system, with the reason.
+    :param links: what holds the links of the system.
     :param early: whether the next part starts before this system is open.
     :param beside: returns a child that is started before that of the system.
     :param before_stop: awaited before HTTP and the parts are stopped.
@@ -151,6 +154,8 @@ def system_part(
 
     def build(wiring: Wiring) -> Sequence[Child]:
         wiring.collectors.append(collector())
+        if links is not None:
+            wiring.links.add(links)
         if before_stop is not None:
             wiring.before_stop.append(before_stop)
 

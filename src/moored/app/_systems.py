@@ -180,6 +180,7 @@ def sessions_part(entry: PartEntry, sessions: Sessions, *, server: str | None) -
         shown,
         judge,
         collector=lambda: SessionsCollector(sessions),
+        links=sessions,
         kind="sessions",
         ties=[] if server is None else [server],
         server="chat server",

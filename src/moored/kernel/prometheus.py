@@ -1,14 +1,18 @@
-"""The base class of all Prometheus collectors; importing it requires prometheus-client."""
+"""The base class of all Prometheus collectors, and the collector of all links.
+
+Importing it requires prometheus-client.
+"""
 
 from __future__ import annotations
 
 import threading
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 from weakref import WeakSet
 
 from ._extras import extra
+from ._machine import Machine
 
 with extra("service", "a Prometheus collector"):
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -16,7 +20,7 @@ with extra("service", "a Prometheus collector"):
     from prometheus_client.core import Metric as Metric
     from prometheus_client.registry import Collector
 
-__all__ = ["Samples", "SourceCollector", "counter", "gauge"]
+__all__ = ["LinkHolder", "LinksCollector", "Samples", "SourceCollector", "counter", "gauge"]
 
 T = TypeVar("T")
 
@@ -60,6 +64,40 @@ class SourceCollector(Collector, Generic[T]):
         with self._lock:
             sources = list(self._sources)
         yield from self.families(sources)
+
+
+class LinkHolder(Protocol):
+    """Something that holds links, such as a listener, or the sessions of a process."""
+
+    def link_machines(self) -> Iterable[tuple[str, str, Machine]]:
+        """Return the system, a name and the state machine of each link."""
+
+
+class LinksCollector(SourceCollector[LinkHolder]):
+    """The links of listeners and sessions, by state: one metric, whatever they lead to.
+
+    The states are those of `link_chart`.
+    """
+
+    def families(self, sources: Sequence[LinkHolder]) -> Iterator[Metric]:
+        """Yield the number of links in each state of their chart, also if it is 0."""
+        numbers: dict[tuple[str, str], dict[str, int]] = {}
+        for source in sources:
+            for system, name, machine in source.link_machines():
+                states = numbers.setdefault(
+                    (system, name), dict.fromkeys(map(str, machine.chart.states), 0)
+                )
+                states[str(machine.state)] += 1
+        yield gauge(
+            "moored_links",
+            "Links, by state.",
+            ("system", "name", "state"),
+            [
+                ((*of, state), number)
+                for of, states in numbers.items()
+                for state, number in states.items()
+            ],
+        )
 
 
 def gauge(name: str, text: str, labels: Sequence[str], samples: Samples) -> Metric:

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from starlette.types import ASGIApp
 
 from moored.kernel import Child, Clock, Machine, MooredError, Recorder, StatusMonitor, Tree
+from moored.kernel.prometheus import LinksCollector
 
 from ._declared import Declared
 from ._health import Status
@@ -92,6 +93,8 @@ class Wiring:
     machines: dict[Machine, str] = field(default_factory=dict)
     #: The systems to show, by the path of the child that runs each; a part adds its own.
     systems: dict[str, System] = field(default_factory=dict)
+    #: The links of all parts, for `/metrics`; a part adds what holds its own.
+    links: LinksCollector = field(default_factory=LinksCollector)
     #: Further collectors for `/metrics`; a part appends its own while it is built.
     collectors: list[Collector] = field(default_factory=list)
     #: The judgement of all parts and servers, and the incidents; set by the service.

@@ -136,6 +136,7 @@ class Service:
         pages = PartPages(self.view, self.live, parts)
         connections = Connections(max_connections(sum(part.streams for part in parts)))
         self._counter = EventCounter()
+        self._wiring.collectors.append(self._wiring.links)
         #: The metrics of the service and of all its parts, as in `/metrics`.
         self.registry = registry_of(
             self.view, self._counter, streams, connections, self._wiring.collectors

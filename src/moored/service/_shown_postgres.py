@@ -49,6 +49,7 @@ class ShownPostgres:
             if pg.notify_url:
                 wiring.machines[listener.machine] = self._part
             self._listeners.add(listener)
+            wiring.links.add(listener)
             unsubscribe.append(listener.monitor.subscribe(lambda _: self._report_health(pg)))
         self._report_health(pg)
         try:
@@ -61,6 +62,7 @@ class ShownPostgres:
             pg.outbox.on_status = None
             if listener is not None:
                 self._listeners.remove(listener)
+                wiring.links.remove(listener)
                 if pg.notify_url:
                     del wiring.machines[listener.machine]
             del wiring.systems[path]

@@ -17,6 +17,7 @@ from moored.kernel import (
     Child,
     Clock,
     Context,
+    Machine,
     NotRunning,
     Recorder,
     Registry,
@@ -345,6 +346,11 @@ class Sessions:
 
     def __iter__(self) -> Iterator[Session]:
         return (each.session for each in self._running())
+
+    def link_machines(self) -> Iterator[tuple[str, str, Machine]]:
+        """Yield the protocol and the state machine of each link, for `LinksCollector`."""
+        for each in self._running():
+            yield "sessions", each.protocol.name, each.core.link.machine
 
     def _running(self) -> list[SessionRuntime]:
         return list(self._runtimes.values())

@@ -4,8 +4,9 @@
 
     prometheus_client.REGISTRY.register(SessionsCollector(sessions))
 
-They are summed over all accounts of a protocol: no label names a profile or a recipient. Needs
-prometheus-client, which `moored[service]` installs.
+They are summed over all accounts of a protocol: no label names a profile or a recipient. The states
+of the sessions are in `moored.kernel.prometheus.LinksCollector`. Needs prometheus-client, which
+`moored[service]` installs.
 """
 
 from __future__ import annotations
@@ -51,17 +52,14 @@ class SessionsCollector(SourceCollector[Sessions]):
     def families(self, sources: Sequence[Sessions]) -> Iterator[Metric]:
         """Yield gauges of the open sessions and counters of all."""
         totals: dict[str, Counter[str]] = {}
-        states, now = Counter[tuple[str, str]](), dict[str, Counter[str]]()
+        now: dict[str, Counter[str]] = {}
         for sessions in sources:
             for protocol, counted in sessions.totals().items():
                 totals.setdefault(protocol, Counter()).update(counted)
             for session in sessions:
                 status = session.status()
-                states[status["protocol"], status["state"]] += 1
                 gauges = now.setdefault(status["protocol"], Counter())
                 gauges.update({name: status[name] for name in _GAUGES})
-        labels = ("protocol", "state")
-        yield gauge(PREFIX.rstrip("_"), "Sessions, by state.", labels, states.items())
         for name, text in _GAUGES.items():
             samples = [((protocol,), numbers[name]) for protocol, numbers in now.items()]
             yield gauge(PREFIX + name, text, ("protocol",), samples)

@@ -219,6 +219,10 @@ class Listener:
         why = "" if up else core.failure or ""
         return Link(server, up, core.last_heard, why, of="listener", vital=False)
 
+    def link_machines(self) -> list[tuple[str, str, Machine]]:
+        """Return the state machine of the connection, for `LinksCollector`."""
+        return [("listener", self.name, self.machine)] if self.is_open else []
+
     def subscribe(self, *channels: str, buffer: int = 1000) -> Subscription:
         """Return the events of these channels: `async with …  as events`, then `async for`.
 

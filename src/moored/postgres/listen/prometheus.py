@@ -2,8 +2,9 @@
 
     prometheus_client.REGISTRY.register(ListenerCollector(listener))
 
-This module needs prometheus-client, which `moored[service]` installs. An unknown value (nothing was
-measured yet) is left out rather than reported as 0.
+The states of their connections are in `moored.kernel.prometheus.LinksCollector`. This module needs
+prometheus-client, which `moored[service]` installs. An unknown value (nothing was measured yet) is
+left out rather than reported as 0.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import Any
 
 from moored.kernel.prometheus import Metric, Samples, SourceCollector, counter, gauge
 
-from ._core import CHART
 from ._listener import Listener
 
 __all__ = ["ListenerCollector"]
@@ -49,13 +49,6 @@ class ListenerCollector(SourceCollector[Listener]):
     def families(self, sources: Sequence[Listener]) -> Iterator[Metric]:
         """Yield everything that `statistics()` reports as a number."""
         reports = [listener.statistics() for listener in sources if listener.is_open]
-        text = "1 for the current state of the listener, 0 for the others."
-        states = [
-            ((now["name"], str(state)), float((now["phase"], now["step"]) == tuple(state)))
-            for now in reports
-            for state in CHART.states
-        ]
-        yield gauge(f"{PREFIX}state", text, (LABEL, "state"), states)
         for kind, table in ((gauge, GAUGES), (counter, COUNTERS)):
             for name, text, key in table:
                 yield kind(PREFIX + name, text, (LABEL,), _samples(reports, key))
