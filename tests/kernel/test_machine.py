@@ -216,9 +216,9 @@ def test_a_chart_may_have_words_for_its_steps(clock: FakeClock) -> None:
         phases={"up": (), "down": ("dial", "login")},
         moves=[("down", "up"), ("down/dial", "down/login")],
         initial="down",
-        words={"dial": "dialling the server"},
+        words={"dial": "dialing the server"},
     )
     machine = Machine("link", chart, clock=clock, recorder=recorder)
     machine.move("down/login", cause="answered")
-    assert [event.text for event in recorder.events()] == ["dialling the server", "at down / login"]
+    assert [event.text for event in recorder.events()] == ["dialing the server", "at down / login"]
     assert machine.as_dict()["doing"] == "down / login"

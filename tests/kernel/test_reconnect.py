@@ -247,11 +247,13 @@ def test_an_observer_of_a_move_sees_the_state_after_it() -> None:
     )
     number = up(link)
     link.lost(number, "reset", 1.0)
+    link.due(2.0)
     link.stop("the end")
     assert seen == [
         ("connecting", 0, False, 0.0),
         ("up", 1, True, None),
         ("down", 0, False, 2.0),
+        ("connecting", 2, False, None),
         ("off", 0, False, None),
     ]
 

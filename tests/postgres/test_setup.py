@@ -404,7 +404,7 @@ def until_free(url: str, slot: str, limit: float = 30.0) -> None:
 
 
 @asynccontextmanager
-async def dialled(url: str, **options: Any) -> AsyncIterator[ReplicationLink]:
+async def dialed(url: str, **options: Any) -> AsyncIterator[ReplicationLink]:
     link = await ReplicationLink.dial(url, **options)
     try:
         yield link
@@ -471,7 +471,7 @@ async def test_a_second_connection_continues_at_the_confirmed_lsn(
 ) -> None:
     options = replace(names, binary=binary)
     run(postgres_url, "create table t (id int primary key, name text)")
-    async with dialled(postgres_url) as link:
+    async with dialed(postgres_url) as link:
         setup, steps = await set_up(link, options)
         assert steps == [
             "identify_system", "query_pg_info", "acquire_lock", "check_existing",
@@ -494,7 +494,7 @@ async def test_a_second_connection_continues_at_the_confirmed_lsn(
         ]  # fmt: skip
         await until_confirmed(postgres_url, options.slot, positions.last_seen)
     run(postgres_url, "insert into t values (4, 'd')")
-    async with dialled(postgres_url) as link:
+    async with dialed(postgres_url) as link:
         setup, steps = await set_up(link, options)
         assert steps == [
             "identify_system", "query_pg_info", "acquire_lock", "check_existing",
@@ -511,7 +511,7 @@ async def test_a_slot_older_than_its_publication_is_created_again(
     postgres_url: str, names: Settings
 ) -> None:
     run(postgres_url, f"select pg_create_logical_replication_slot('{names.slot}', 'pgoutput')")
-    async with dialled(postgres_url) as link:
+    async with dialed(postgres_url) as link:
         setup, steps = await set_up(link, names)
         assert "drop_slot" in steps
         assert (setup.findings.publication_created, setup.findings.slot_created) == (True, True)
@@ -521,11 +521,11 @@ async def test_a_slot_older_than_its_publication_is_created_again(
 async def test_a_temporary_slot_is_dropped_with_its_connection(
     postgres_url: str, names: Settings
 ) -> None:
-    async with dialled(postgres_url) as link:
+    async with dialed(postgres_url) as link:
         setup, _ = await set_up(link, replace(names, temporary_slot=True))
         await link.stream(setup.start_command())
     until_free(postgres_url, names.slot)
-    async with dialled(postgres_url) as link:
+    async with dialed(postgres_url) as link:
         again, steps = await set_up(link, replace(names, temporary_slot=True))
         assert again.findings.slot_created
         assert "query_slot_flushed_lsn" not in steps
@@ -534,7 +534,7 @@ async def test_a_temporary_slot_is_dropped_with_its_connection(
 async def test_failover_slots_are_created_as_such(postgres_url: str, names: Settings) -> None:
     for failover in (True, False):
         until_free(postgres_url, names.slot)
-        async with dialled(postgres_url) as link:
+        async with dialed(postgres_url) as link:
             await set_up(link, replace(names, failover_slot=failover, recreate_slot=True))
         with psycopg.connect(postgres_url) as connection:
             found = connection.execute(
@@ -546,7 +546,7 @@ async def test_failover_slots_are_created_as_such(postgres_url: str, names: Sett
 async def test_an_existing_slot_becomes_a_failover_slot(postgres_url: str, names: Settings) -> None:
     for failover, expected in ((False, False), (True, True), (False, True)):
         until_free(postgres_url, names.slot)
-        async with dialled(postgres_url) as link:
+        async with dialed(postgres_url) as link:
             setup, _ = await set_up(link, replace(names, failover_slot=failover))
         with psycopg.connect(postgres_url) as connection:
             found = connection.execute(
@@ -570,7 +570,7 @@ def test_a_slot_that_cannot_become_a_failover_slot_is_used_as_it_is() -> None:
 
 async def test_generated_columns_are_published(postgres_url: str, names: Settings) -> None:
     run(postgres_url, "create table t (id int, twice int generated always as (id * 2) stored)")
-    async with dialled(postgres_url) as link:
+    async with dialed(postgres_url) as link:
         setup, _ = await set_up(link, names)
         run(postgres_url, f"alter publication {names.publication} add table t")
         run(postgres_url, "insert into t values (4)")
@@ -587,7 +587,7 @@ async def test_the_wait_for_the_lock_survives_statement_timeouts(
 ) -> None:
     async with (
         await psycopg.AsyncConnection.connect(postgres_url, autocommit=True) as holder,
-        dialled(postgres_url, options="-c statement_timeout=500ms") as link,
+        dialed(postgres_url, options="-c statement_timeout=500ms") as link,
     ):
         await holder.execute("select pg_advisory_lock(hashtext(%s))", [names.slot])
         setup, timeouts = Setup(names), 0
@@ -611,11 +611,11 @@ async def test_a_user_without_create_needs_an_existing_publication(
     run(postgres_url, f"create role {role} login replication password 'secret'")
     try:
         user = {"user": role, "password": "secret"}
-        async with dialled(postgres_url, **user) as link:
+        async with dialed(postgres_url, **user) as link:
             with pytest.raises(ConfigurationError, match="does not exist"):
                 await set_up(link, names)
         run(postgres_url, f"create publication {names.publication}")
-        async with dialled(postgres_url, **user) as link:
+        async with dialed(postgres_url, **user) as link:
             setup, steps = await set_up(link, names)
             assert steps[3:5] == ["check_existing", "create_slot"]
             await link.stream(setup.start_command())
@@ -636,7 +636,7 @@ async def test_a_database_with_another_encoding_than_utf_8(
         try:
             with psycopg.connect(url, autocommit=True, client_encoding="utf8") as there:
                 there.execute('create table "é" (id int, "ñame" text)')
-                async with dialled(url) as link:
+                async with dialed(url) as link:
                     setup, _ = await set_up(link, options)
                     there.execute(
                         sql.SQL("alter publication {} add table {}").format(

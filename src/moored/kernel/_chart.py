@@ -24,7 +24,7 @@ class Chart:
     states, the target itself included. States that are not declared, or cannot be
     reached, are reported all at once.
 
-    `words` describes steps for people: it maps a step's name to a text such as "dialling the
+    `words` describes steps for people: it maps a step's name to a text such as "dialing the
     server".
     """
 

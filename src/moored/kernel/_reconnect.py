@@ -152,11 +152,11 @@ class Reconnect:
             return None
         if now < self.next_dial_at:
             return At(self.next_dial_at)
-        if self.machine.at("down"):
-            self.machine.move("connecting/dialing", cause="the pause has ended")
         self.next_dial_at = None
         self.dials += 1
         self.number = self.dials
+        if self.machine.at("down"):
+            self.machine.move("connecting/dialing", cause="the pause has ended")
         return Dial(self.number)
 
     def is_current(self, number: int) -> bool:

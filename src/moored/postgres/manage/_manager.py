@@ -233,7 +233,7 @@ class Manager:
     async def _start_client(self) -> None:
         settings, post = self._settings, self._parts.replace("replication")
         self.holder = None
-        if self.client is not None and not self.client.dialled:
+        if self.client is not None and not self.client.dialed:
             self._stack.resolver.forget()  # the known route may have stopped working
         self.client = ReplicationClient(
             conninfo=lambda: self._stack.resolver.conninfo(settings.replication_url),

@@ -126,7 +126,7 @@ class ReplicationClient:
     # -- the connection ------------------------------------------------------------------------
 
     @property
-    def dialled(self) -> bool:
+    def dialed(self) -> bool:
         """Whether the connection was opened."""
         return self._link is not None
 
