@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+
+from tests.stream_server import stream_server
 
 __all__ = ["SilentServer", "silent_server"]
 
@@ -19,24 +21,19 @@ class SilentServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read until the client closes."""
-        try:
+        with suppress(OSError):  # a reset is a close, too
             while await reader.read(4096):
                 self.arrived.set()
-        except OSError:
-            pass  # a reset is a close, too
         self.gone.set()
-        writer.close()
 
 
 @asynccontextmanager
 async def silent_server() -> AsyncIterator[SilentServer]:
     """Run the server with the garbage collector off, which could close leaked connections."""
     silent = SilentServer()
-    server = await asyncio.start_server(silent.serve, "127.0.0.1", 0)
-    silent.port = server.sockets[0].getsockname()[1]
-    gc.disable()
-    try:
-        yield silent
-    finally:
-        gc.enable()
-        server.close()
+    async with stream_server(silent.serve) as silent.port:
+        gc.disable()
+        try:
+            yield silent
+        finally:
+            gc.enable()

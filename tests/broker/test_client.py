@@ -13,6 +13,7 @@ import httpx
 import pytest
 from tests.broker.serving import ACME, KEYS, served
 from tests.servers import free_port
+from tests.stream_server import stream_server
 
 from moored.broker import ApiKeys, Broker, BrokerApp, MemorySource, StreamReset, client
 from moored.broker.client import ReceivedEvent, StreamRefused, follow
@@ -96,7 +97,6 @@ async def received(answer: bytes, **options: Any) -> list[Any]:
         else:
             writer.write(answer)
         connections.append(writer)
-        writer.close()
 
     async def collect() -> None:
         async for event in events:
@@ -104,8 +104,7 @@ async def received(answer: bytes, **options: Any) -> list[Any]:
 
     connections: list[Any] = []
     got: list[Any] = []
-    async with await asyncio.start_server(respond, "127.0.0.1", 0) as server:
-        port = server.sockets[0].getsockname()[1]
+    async with stream_server(respond) as port:
         events = follow(f"http://127.0.0.1:{port}/v1/subscribe", token="x", **options)
         async with asyncio.timeout(30), aclosing(events):
             collecting = asyncio.ensure_future(collect())

@@ -29,6 +29,7 @@ from tests.servers import require_server
 import moored.kernel
 from moored import broker, embedded, postgres, reservoir
 from moored.broker.redis import RedisEvents
+from moored.kernel import Tasks
 from moored.leases import connect
 from moored.postgres import Gap, Outbox, Postgres
 from moored.reservoir import AsyncConnectionPool
@@ -238,10 +239,12 @@ async def assumed(url: str, directory: Path, redis: str, text: str) -> AsyncIter
         if "pg." in text or "(pg)" in text:
             pg = Postgres(url, state_dir=directory / "state", pool_size=2)
             names["pg"] = await stack.enter_async_context(pg)
+        tasks = Tasks()
+        stack.push_async_callback(tasks.cancel)
         if "listener.subscribe" in text:
-            stack.callback(asyncio.create_task(notify_often(pool)).cancel)
+            tasks.start(notify_often(pool))
         if "pg.follow" in text:
-            stack.callback(asyncio.create_task(update_often(pool)).cancel)
+            tasks.start(update_often(pool))
         if "outbox.publish" in text:
             await stack.enter_async_context(Outbox(url, install=True))
             engine = names["engine"] = create_engine(url)

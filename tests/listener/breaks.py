@@ -17,6 +17,7 @@ from typing import Any
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
+from tests.stream_server import stream_server
 
 from moored.postgres.listen import Gap, Listener, Notification, Subscription
 
@@ -128,7 +129,6 @@ class BlackHole:
         known = conninfo_to_dict(url)
         self._server = str(known["host"]), int(str(known["port"]))
         self.url = url.replace(f"{known['host']}:{known['port']}", f"{host}:{port}")
-        self._tasks: set[asyncio.Task[None]] = set()
 
     def cut(self) -> None:
         """Drop every packet, in both directions."""
@@ -140,19 +140,13 @@ class BlackHole:
 
     async def relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Pass the bytes of one connection on, in both directions."""
-        with contextlib.suppress(OSError):
-            to_reader, to_writer = await asyncio.open_connection(*self._server)
-            try:
-                await asyncio.wait(
-                    [
-                        asyncio.create_task(_pump(reader, to_writer)),
-                        asyncio.create_task(_pump(to_reader, writer)),
-                    ],
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
-            finally:
-                to_writer.transport.abort()
-                writer.transport.abort()
+        to_reader, to_writer = await asyncio.open_connection(*self._server)
+        try:
+            await asyncio.gather(_pump(reader, to_writer), _pump(to_reader, writer))
+        finally:
+            to_writer.transport.abort()
+            with contextlib.suppress(OSError):
+                await to_writer.wait_closed()
 
 
 async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,6 +154,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         while data := await reader.read(65536):
             writer.write(data)
             await writer.drain()
+    writer.transport.abort()  # so that the other direction ends, too
 
 
 @asynccontextmanager
@@ -181,11 +176,8 @@ async def black_hole(url: str) -> AsyncIterator[BlackHole]:
         _run("ip", "-n", name, "link", "set", f"{name}b", "up")
         sock = _socket_in(name, theirs)
         hole = BlackHole(url, name, theirs, sock.getsockname()[1])
-        server = await asyncio.start_server(hole.relay, sock=sock)
-        try:
+        async with stream_server(hole.relay, sock=sock):
             yield hole
-        finally:
-            server.close()
     finally:
         _run("ip", "netns", "del", name)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
+from tests.stream_server import stream_server
 
 from moored.postgres import ConfigurationError, Postgres
 from moored.postgres.report._health import Health
@@ -185,20 +186,8 @@ class HangsUp:
         self.port = 0
         self._server = port
         self._times = times
-        self._tasks: set[asyncio.Task[None]] = set()
 
-    async def welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        try:
-            with suppress(OSError, EOFError):
-                await self._serve(reader, writer)
-        finally:
-            self._tasks.discard(task)
-            await closed(writer)
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = await reader.readexactly(8)
         if struct.unpack("!II", head)[1] == SSL_REQUEST:
             self.asked += 1
@@ -209,18 +198,9 @@ class HangsUp:
         try:
             await asyncio.gather(copy(reader, server_writer), copy(server_reader, writer))
         finally:
-            await closed(server_writer)
-
-    async def close(self) -> None:
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-async def closed(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with suppress(OSError):
-        await writer.wait_closed()
+            server_writer.close()
+            with suppress(OSError):
+                await server_writer.wait_closed()
 
 
 async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -235,14 +215,8 @@ async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 async def hanging_up(url: str, times: int = 1000) -> AsyncIterator[tuple[HangsUp, str]]:
     """The URL that leads by it."""
     between = HangsUp(port_of(url), times)
-    server = await asyncio.start_server(between.welcome, "127.0.0.1", 0)
-    async with server:
-        between.port = server.sockets[0].getsockname()[1]
-        try:
-            yield between, through(url, between.port)
-        finally:
-            server.close()
-            await between.close()
+    async with stream_server(between.serve) as between.port:
+        yield between, through(url, between.port)
 
 
 async def test_a_server_that_closes_tls_requests_is_reached_without_tls(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -28,6 +28,7 @@ from moored.service._logs import Logs
 from moored.testing import FaultProxy
 
 LIMIT = 60.0
+Reading = TypeVar("Reading")
 
 
 @pytest.fixture(autouse=True)
@@ -322,7 +323,8 @@ async def test_a_second_instance_waits_and_names_the_lock_holder(
     async with service(postgres_url, tmp_path / "1", stream=stream) as first:
         await first.until("active")
         async with service(postgres_url, tmp_path / "2", stream=stream) as second:
-            holder = await _eventually(second, lambda now: now["lock"]["holder"])
+            waiting = await _eventually(second.stream, lambda now: now["lock"]["holder"])
+            holder = waiting["lock"]["holder"]
             server = (await first.stream())["server"]
             assert holder["pid"] == server["backend_pid"]
             assert holder["application"] == "moored"
@@ -365,20 +367,23 @@ async def test_a_slot_that_cannot_be_created_names_the_blocking_backend(
     postgres_url: str, tmp_path: Path, token: str | None, query: str
 ) -> None:
     async with await psycopg.AsyncConnection.connect(postgres_url) as blocker:
+        pid = blocker.info.backend_pid
         await blocker.execute("create table pending (id int)")  # and no commit
         async with service(postgres_url, tmp_path, admin_token=token) as it:
             it.client.headers["Authorization"] = f"Bearer {token}"
-            (found,) = await _eventually(it, lambda now: now["slot_blockers"])
-            assert found["pid"] == blocker.info.backend_pid
+            # Each reading is one of another moment: the manager may connect again in between.
+            now = await _eventually(
+                it.stream, lambda now: [each["pid"] for each in now["slot_blockers"]] == [pid]
+            )
+            (found,) = now["slot_blockers"]
             assert found["age"] > 0
             assert found["query"] == query
-            code, body = await it.health()
-            assert (code, body["status"]) == (202, "starting")
-            lines = await it.explain()
-            assert lines[1].startswith(
-                f"  because  the new slot waits for a transaction of backend {found['pid']}, open "
+            await _eventually(
+                it.health, lambda now: (now[0], now[1]["status"]) == (202, "starting")
             )
-            assert lines[-1].endswith(f"SELECT pg_terminate_backend({found['pid']})")
+            because = f"  because  the new slot waits for a transaction of backend {pid}, open "
+            lines = await _eventually(it.explain, lambda now: now[1].startswith(because))
+            assert lines[-1].endswith(f"SELECT pg_terminate_backend({pid})")
             await blocker.rollback()
             await it.until("active")
             assert (await it.stream())["slot_blockers"] == []
@@ -475,13 +480,14 @@ async def _published(conn: psycopg.AsyncConnection[Any]) -> bool:
     return await found.fetchone() is not None
 
 
-async def _eventually(it: Asked, found: Any) -> Any:
-    """Poll until the status satisfies the predicate."""
+async def _eventually(
+    read: Callable[[], Awaitable[Reading]], holds: Callable[[Reading], object]
+) -> Reading:
+    """Poll until what is read satisfies the predicate; return it."""
     async with asyncio.timeout(LIMIT):
-        while True:
-            if value := found(await it.stream()):
-                return value
+        while not holds(now := await read()):  # noqa: ASYNC110 - nothing here tells when
             await asyncio.sleep(0.02)
+    return now
 
 
 # -- status and metrics --------------------------------------------------------------------------

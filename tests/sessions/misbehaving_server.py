@@ -8,7 +8,9 @@ import socket
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+from tests.stream_server import stream_server
 
 __all__ = ["LinkScript", "MisbehavingServer"]
 
@@ -36,8 +38,11 @@ class MisbehavingServer:
 
     def __init__(self, port: int) -> None:
         self._real_port = port
-        self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+        listener = socket.create_server(("127.0.0.1", 0))
+        # A small receive buffer, so that the client soon notices that nothing is read.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        self._server = stream_server(self._accept, sock=listener)
         self.scripts: deque[LinkScript] = deque()
         #: Bytes to send in place of the scripts, without ever reading.
         self.flood: Callable[[], Iterable[bytes]] | None = None
@@ -45,31 +50,14 @@ class MisbehavingServer:
         #: Open links that play a script.
         self.scripted_links = 0
 
-    @property
-    def port(self) -> int:
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
-
     async def __aenter__(self) -> Self:
-        listener = socket.create_server(("127.0.0.1", 0))
-        # A small receive buffer, so that the client soon notices that nothing is read.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self._server = await asyncio.start_server(self._accept, sock=listener)
+        self.port = await self._server.__aenter__()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._server.wait_closed()
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._server.__aexit__(*raised)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
         script = self.scripts.popleft() if self.scripts else None
         try:
             if self.flood is not None:
@@ -82,10 +70,7 @@ class MisbehavingServer:
                     await self._play(script, reader, writer)
                 finally:
                     self.scripted_links -= 1
-        except (OSError, asyncio.CancelledError):
-            pass
         finally:
-            self._tasks.discard(task)
             writer.transport.abort()
 
     async def _flood(

@@ -23,6 +23,7 @@ from tests.sessions.transport_peers import (
     tcp_server,
     websocket_server,
 )
+from tests.stream_server import stream_server
 
 from moored.sessions.transport import _stream, _tcp_dial
 from moored.sessions.transport._endpoints import InMemory, Tcp, WebSocket
@@ -243,22 +244,16 @@ class Greeter:
         self.connected = 0
 
     async def listen(self, stack: AsyncExitStack, *addresses: str) -> int:
-        server = await asyncio.start_server(self._greet, list(addresses), free_port())
-        stack.push_async_callback(server.wait_closed)
-        stack.callback(server.close)
-        port: int = server.sockets[0].getsockname()[1]
-        return port
+        server = stream_server(self._greet, addresses, port=free_port())
+        return await stack.enter_async_context(server)
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connected += 1
         writer.write(b"hello")
         try:
             await reader.read()
-        except ConnectionResetError:
-            pass  # a connection that lost the race
         finally:
             self.connected -= 1
-            writer.close()
 
 
 @pytest.mark.every_loop

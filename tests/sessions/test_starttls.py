@@ -84,9 +84,11 @@ class Server:
         #: Plain text that follows the PROCEED in the same packet.
         self.injected = b""
         self.port = 0
+        self.serving: set[asyncio.Task[None] | None] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         secure = False
+        self.serving.add(task := asyncio.current_task())
         with contextlib.suppress(OSError, ssl.SSLError):
             while line := (await reader.readline()).decode().strip():
                 self.received.append((secure, line))
@@ -100,6 +102,7 @@ class Server:
                     case ["SEND", id]:
                         writer.write(f"ACK {id}\n".encode())
         writer.close()
+        self.serving.discard(task)
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +125,11 @@ async def server(authority: Authority) -> AsyncIterator[Server]:
     server.port = listener.sockets[0].getsockname()[1]
     yield server
     listener.close()
+    await until(lambda: not server.serving)
 
 
 @pytest.fixture
-async def sessions() -> AsyncIterator[Sessions]:
+async def sessions(server: Server) -> AsyncIterator[Sessions]:  # closed before the server
     async with Sessions(backoff=Backoff(0.01, 0.02)) as opened:
         yield opened
 

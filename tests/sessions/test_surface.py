@@ -11,6 +11,7 @@ from typing import Any, assert_type
 import pytest
 from tests.sessions.storages import FullStorage
 from tests.sessions.support import Broken, collect, until
+from tests.stream_server import stream_server
 
 from moored.kernel import Backoff
 from moored.leases import LeaseLost, connect
@@ -194,22 +195,16 @@ async def test_notices_to_a_server_that_does_not_read_fail_when_the_send_buffer_
         await reader.read(4)
         welcome = {"k": "welcome", "resumed": False, "token": "", "window": None}
         writer.write(encode(welcome))
-        await finished.wait()
-        writer.transport.abort()
-
-    finished = asyncio.Event()
-    listening = await asyncio.start_server(never_reads, "127.0.0.1", 0)
-    port = listening.sockets[0].getsockname()[1]
-    alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", port)))
+        await asyncio.Event().wait()
 
     async def flood() -> None:
         for _ in range(100_000):
             await alice.set_presence("x" * 4096)
 
-    with pytest.raises(QueryFailed, match="send buffer is full"):
-        await flood()
-    finished.set()
-    listening.close()
+    async with stream_server(never_reads) as port:
+        alice = await sessions.connect("alice", Demo(Tcp("127.0.0.1", port)))
+        with pytest.raises(QueryFailed, match="send buffer is full"):
+            await flood()
 
 
 # -- without a server ---------------------------------------------------------------------------

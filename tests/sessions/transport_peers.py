@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
+from tests.stream_server import Handler, stream_server
 from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
@@ -14,7 +15,6 @@ from moored.sessions.transport._transport import Transport
 
 __all__ = ["Echo", "FailingReceiver", "RecordingReceiver", "tcp_server", "websocket_server"]
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], object]
 PATIENCE = 30.0
 
 
@@ -90,35 +90,11 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         await writer.drain()
 
 
-@asynccontextmanager
-async def tcp_server(
+def tcp_server(
     handler: Handler = echo, tls: ssl.SSLContext | None = None
-) -> AsyncIterator[int]:
+) -> AbstractAsyncContextManager[int]:
     """Serve on a free port, and yield its number."""
-    tasks: set[asyncio.Task[object]] = set()
-
-    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
-        try:
-            result = handler(reader, writer)
-            if asyncio.iscoroutine(result):
-                await result
-        except (ConnectionError, ssl.SSLError):
-            pass
-        finally:
-            tasks.discard(task)
-            writer.transport.abort() if tls is None else writer.close()
-
-    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    return stream_server(handler, tls=tls)
 
 
 async def websocket_echo(connection: ServerConnection) -> None:

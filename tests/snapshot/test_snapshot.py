@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -74,7 +75,6 @@ async def test_a_snapshot_continues_after_its_last_finished_chunk(
     make: MakePostgres, sql: Sql
 ) -> None:
     async with make() as pg:
-        await pg.wait_until_active(LIMIT)
         async with pg.snapshot("orders", chunk_rows=10) as first, aclosing(aiter(first)) as rows:
             before = [(await anext(rows))["id"] for _ in range(25)]
             position = str(first.position)
@@ -90,6 +90,21 @@ async def test_a_snapshot_continues_after_its_last_finished_chunk(
         with pytest.raises(PostgresError, match="cannot be continued"):
             await pg.snapshot("orders", start=position).__aenter__()
     assert before[:20] + after == list(range(1, ROWS + 1))
+
+
+async def test_a_snapshot_has_a_position_also_without_a_stream(
+    make: MakePostgres, sql: Sql, tmp_path: Path
+) -> None:
+    async with make() as active:
+        await active.wait_until_active(LIMIT)
+        async with make(state_dir=tmp_path / "2") as standby:
+            with pytest.raises(PostgresError, match="no position yet"):
+                _ = standby.snapshot("orders").position
+            async with standby.snapshot("orders") as snapshot:
+                assert len([row async for row in snapshot]) == ROWS
+                complete = snapshot.position
+        async with active.snapshot("orders", start=complete) as snapshot:
+            assert await all_rows(snapshot) == []
 
 
 async def test_a_consistent_snapshot_has_one_moment_and_says_so(

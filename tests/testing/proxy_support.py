@@ -3,43 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+
+from tests.stream_server import stream_server
 
 __all__ = ["echo_server", "read_all"]
 
 
-@asynccontextmanager
-async def echo_server(path: Path | None = None) -> AsyncIterator[int]:
+def echo_server(path: Path | None = None) -> AbstractAsyncContextManager[int]:
     """Run an echo server on a port, which is yielded, or on a Unix socket."""
-    handlers: set[asyncio.Task[None]] = set()
 
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        handlers.add(task)
-        try:
-            while data := await reader.read(65536):
-                writer.write(data)
-                await writer.drain()
-        except ConnectionError:
-            pass
-        finally:
-            handlers.discard(task)
-            writer.close()
+        while data := await reader.read(65536):
+            writer.write(data)
+            await writer.drain()
 
-    if path is None:
-        server = await asyncio.start_server(echo, "127.0.0.1", 0)
-    else:
-        server = await asyncio.start_unix_server(echo, path)
-    try:
-        yield 0 if path else server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
-        for task in list(handlers):
-            task.cancel()
-        await asyncio.gather(*handlers, return_exceptions=True)
+    return stream_server(echo, path=path)
 
 
 async def read_all(reader: asyncio.StreamReader) -> tuple[bytes, bool]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.stream_server import stream_server
 from tests.testing.proxy_support import echo_server, read_all
 
 from moored.testing._proxy_faults import Rate
@@ -263,10 +264,8 @@ async def test_a_reset_by_the_client_is_forwarded() -> None:
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         was_reset.set_result((await read_all(reader))[1])
-        writer.close()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, FaultProxy("127.0.0.1", server.sockets[0].getsockname()[1]) as proxy:
+    async with stream_server(serve) as port, FaultProxy("127.0.0.1", port) as proxy:
         _, writer = await connect(proxy)
         writer.write(b"x")
         await proxy.wait_until(lambda counts: counts.bytes_up == 1)
@@ -377,14 +376,11 @@ async def test_nothing_arrives_after_dropped_bytes() -> None:
     numbers = b"".join(struct.pack("!I", number) for number in range(500_000))
 
     async def send_all(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            for at in range(0, len(numbers), 4000):
-                writer.write(numbers[at : at + 4000])
-                await writer.drain()
-        writer.close()
+        for at in range(0, len(numbers), 4000):
+            writer.write(numbers[at : at + 4000])
+            await writer.drain()
 
-    server = await asyncio.start_server(send_all, "127.0.0.1", 0)
-    async with server, FaultProxy("127.0.0.1", server.sockets[0].getsockname()[1]) as proxy:
+    async with stream_server(send_all) as port, FaultProxy("127.0.0.1", port) as proxy:
         for _ in range(20):
             reader, writer = await connect(proxy)
             got = await reader.read(4000)

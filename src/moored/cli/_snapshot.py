@@ -129,7 +129,7 @@ async def _write(reader: TableReader, path: Path | None, bar: Progress) -> None:
     meter = CopyMeter(lambda name, text: None, Clock.current())
     left = "the output is incomplete" if _is_stream(path) else f"{path} was not written"
     try:
-        async with Snapshot(reader, lambda: None, meter, consistent=False, start=None) as copy:
+        async with Snapshot(reader, meter, consistent=False, start=None) as copy:
             task = bar.add_task(reader.name, total=copy.progress.estimated or None)
             with _opened(path) as file:
                 async for block in copy.blocks():

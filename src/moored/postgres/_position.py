@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import Final, NamedTuple, Self
+from typing import Final, LiteralString, NamedTuple, Self
 
 from ._lsn import Lsn
 
 __all__ = [
+    "HISTORY",
     "RESUME",
     "History",
     "Position",
@@ -28,6 +29,11 @@ class Resume(Enum):
 
 
 RESUME: Final = Resume.RESUME
+
+#: The query for the history of a primary server.
+HISTORY: LiteralString = """
+    select (select system_identifier::text from pg_control_system()) as system_id,
+        ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int as timeline"""
 
 
 class History(NamedTuple):

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from botocore import exceptions as theirs  # type: ignore[import-untyped]
 from tests.leases.dynamodb.fault_injection import cancelled, lost, refusal
+from tests.silent_server import silent_server
 
 from moored.kernel import Clock
 from moored.leases import StoreMisconfigured, StoreUnavailable
@@ -164,24 +163,10 @@ async def test_dates_are_read_from_responses_and_from_errors() -> None:
         assert link.time.latest() - link.time.earliest() < 2.0
 
 
-@asynccontextmanager
-async def silent_server() -> AsyncIterator[str]:
-    """It takes connections and requests, and never answers."""
-    stop = asyncio.Event()
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await stop.wait()
-        writer.close()
-
-    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        stop.set()
-        await asyncio.sleep(0)
-
-
 @pytest.mark.parametrize("layout", ["slots", "counter"])
 async def test_a_silent_server_raises_store_unavailable_in_time(layout: str) -> None:
-    async with silent_server() as endpoint:
+    async with silent_server() as server:
+        endpoint = f"http://127.0.0.1:{server.port}"
         url = f"dynamodb://leases?endpoint_url={endpoint}&timeout=0.5&layout={layout}"
         store = open_store(url, clock=Clock.system())
         before = time.monotonic()

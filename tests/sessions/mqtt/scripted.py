@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import mqtt5
+from tests.stream_server import stream_server
 
 __all__ = ["ScriptedBroker"]
 
@@ -27,7 +28,8 @@ class ScriptedBroker:
     """A broker on a free port of loopback."""
 
     def __init__(self) -> None:
-        self._server: asyncio.Server | None = None
+        self.port = 0
+        self._server = stream_server(self._serve)
         self._writers: set[asyncio.StreamWriter] = set()
         #: Client ids with a session.
         self.kept: set[str] = set()
@@ -41,13 +43,6 @@ class ScriptedBroker:
         self.accepts: Callable[[mqtt5.ConnectPacket], bool] = lambda packet: True
         #: Returns the reason code for one filter.
         self.on_filter: Callable[[str], mqtt5.SubAckReasonCode] = lambda pattern: GRANTED
-
-    @property
-    def port(self) -> int:
-        """Its port."""
-        assert self._server is not None
-        port: int = self._server.sockets[0].getsockname()[1]
-        return port
 
     @property
     def url(self) -> str:
@@ -73,14 +68,11 @@ class ScriptedBroker:
             writer.transport.abort()
 
     async def __aenter__(self) -> Self:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port = await self._server.__aenter__()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        assert self._server is not None
-        self._server.close()
-        self.cut()
-        await self._server.wait_closed()
+    async def __aexit__(self, *raised: Any) -> None:
+        await self._server.__aexit__(*raised)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         link: list[Any] = []
@@ -93,11 +85,8 @@ class ScriptedBroker:
                 if answer is None:
                     return
                 writer.write(answer)
-        except (OSError, asyncio.IncompleteReadError):
-            pass
         finally:
             self._writers.discard(writer)
-            writer.close()
 
     def _answer(self, packet: Any) -> bytes | None:
         match packet:

@@ -232,7 +232,7 @@ class Manager:
 
     async def _start_client(self) -> None:
         settings, post = self._settings, self._parts.replace("replication")
-        self.holder = None
+        self.holder, self.blockers = None, []
         if self.client is not None and not self.client.dialed:
             self._stack.resolver.forget()  # the known route may have stopped working
         self.client = ReplicationClient(

@@ -9,7 +9,7 @@ from typing import Any, LiteralString, NamedTuple, Protocol
 from moored.kernel import Clock
 
 from .._errors import ConfigurationError
-from .._position import History
+from .._position import HISTORY, History
 from ._barrier import Barrier
 from ._ddl import VERSION
 
@@ -24,12 +24,13 @@ READ_COMMITTED: LiteralString = "set transaction isolation level read committed;
 # The history, and what changes when the server restarts or recovers from a crash: after that, ids
 # may be given again. The start time of the postmaster stays the same over a crash, but the
 # statistics are reset (before PostgreSQL 15 it is slow to query that).
-SERVER: LiteralString = """
-    select (select system_identifier::text from pg_control_system()) as system_id,
-        ('x' || substr(pg_walfile_name(pg_current_wal_lsn()), 1, 8))::bit(32)::int as timeline,
+SERVER: LiteralString = (
+    HISTORY
+    + """,
         concat_ws(' ', extract(epoch from pg_postmaster_start_time()),
             case when current_setting('server_version_num')::int >= 150000
                 then extract(epoch from pg_stat_get_bgwriter_stat_reset_time()) end) as start"""
+)
 # First the highest id, and then, in a later snapshot, the holders of the lock: a transaction that
 # is not among them is given its ids later. Columns of other versions of the tables are left alone.
 # The lock of a partition counts, too: an INSERT directly into one takes no other.

@@ -51,10 +51,8 @@ class Copies:
         start: CopyPosition | str | None,
     ) -> Snapshot:
         """Return the rows of a table."""
-        hub = self._stack.hub
         return Snapshot(
             self._reader(table, where, columns, chunk_rows, "snapshot()"),
-            lambda: hub.history,
             self._new_meter(),
             consistent=consistent,
             start=CopyPosition.parse(start) if isinstance(start, str) else start,

@@ -25,6 +25,7 @@ from moored.kernel import Backoff, WaitTimeout, describe, raise_if_cancelled
 
 from .._errors import ConfigurationError, PostgresError
 from .._lsn import Lsn
+from .._position import HISTORY, History
 from ..decode import Column, Relation, ReplicaIdentity, Row, Types
 from ..server import _admin
 from ._copy_out import BLOCK_BYTES, copy_blocks
@@ -193,6 +194,15 @@ class TableReader:
         async with self._connect() as conn:
             (text,) = await _row(conn, "SELECT pg_current_snapshot()::text")
             return Sight.parse(text)
+
+    async def history(self) -> History:
+        """Return the history of the server that is read."""
+
+        async def queried() -> History:
+            async with self._connect() as conn:
+                return History(*await _row(conn, HISTORY))
+
+        return await self.retried(queried)
 
     async def describe(self) -> SourceTable:
         """Describe the table as it is now."""

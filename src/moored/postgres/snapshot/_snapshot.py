@@ -85,19 +85,19 @@ class Snapshot:
     def __init__(
         self,
         reader: TableReader,
-        history: Callable[[], History | None],
         meter: CopyMeter,
         *,
         consistent: bool,
         start: CopyPosition | None,
     ) -> None:
         self._reader = reader
-        self._history = history
         self._meter = meter
         self._consistent = consistent
         self._start = start
         self._state = CopyState() if start is None else start.state
         self._version = CopyVersion() if start is None else start.version
+        # Queried first: after a failover in between, the position is one of the lost timeline.
+        self._history: History | None = None
         self._lsn = Lsn(0)
         self._reading: deque[asyncio.Task[Any]] = deque()
         # Whether the block of `async with` runs; what is iterated over, and its next rows.
@@ -107,14 +107,15 @@ class Snapshot:
 
     async def __aenter__(self) -> Self:
         start = self._start
+        self._history = await self._reader.history()
         if start is None:
             self._lsn = await self._reader.begin()
             self._version = self._reader.table.version
         else:
             self._lsn = start.position.lsn
             table = await self._reader.describe()
-            same = self._history() in (None, start.position.history)
-            if not same or table.version[:2] != self._version[:2]:
+            same = table.version[:2] == self._version[:2]
+            if not same or self._history != start.position.history:
                 raise PostgresError(
                     f"the snapshot of {table.qualified} cannot be continued: the table was "
                     "altered, where= or columns= differ from those at its start, or the database "
@@ -146,10 +147,9 @@ class Snapshot:
         The rows after it are delivered again, as they are then. A row of them that was delivered
         before may be deleted by then: to discard no rows, iterate over `chunks()`.
         """
-        history = self._history() if self._start is None else self._start.position.history
-        if history is None:
-            raise PostgresError("the position is not known yet: call wait_until_active() first")
-        return CopyPosition(Position(history, self._lsn), self._state, self._version)
+        if self._history is None:
+            raise PostgresError(f"{self!r} has no position yet: read it inside of `async with`")
+        return CopyPosition(Position(self._history, self._lsn), self._state, self._version)
 
     @property
     def progress(self) -> CopyProgress:
