@@ -116,7 +116,9 @@ def test_every_button_breaks_something_that_recovers(demo: Running, shown: Page)
     assert shown.evaluate(buttons) == list(FAULTS)
     # A session that a user has stopped is not missing.
     session = f"{demo.url}/v1/sessions/chat/account-20"
-    assert httpx.delete(session, headers=demo.bearer, trust_env=False, verify=False).is_success
+    assert httpx.delete(
+        session, headers=demo.bearer, timeout=LIMIT, trust_env=False, verify=False
+    ).is_success
     told = "document.querySelector('.tell')"
     for fault, root in FAULTS.items():
         button = f"document.querySelector('[data-fault=\"{fault}\"]')"
