@@ -37,7 +37,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the times of the manager."""
     monkeypatch.setattr(_stack, "BACKOFF", (0.05, 0.5))
     monkeypatch.setattr(_manager_core, "CHECK_EVERY", 0.2)
-    monkeypatch.setattr(_replication, "SILENCE", 0.5)
+    monkeypatch.setattr(_replication, "SILENCE", 1.5)
     monkeypatch.setattr(_database, "CONNECT_TIMEOUT", 0.5)
 
 
