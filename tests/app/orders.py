@@ -14,6 +14,7 @@ from pathlib import Path
 import grpc  # type: ignore[import-untyped]
 import httpx
 import psutil
+from tests.http_client import http_client
 from tests.programs import Program
 from tests.servers import free_port
 from tests.service.support import clean_environment
@@ -93,9 +94,7 @@ class OrdersService:
     async def running(self, *options: str) -> AsyncIterator[httpx.AsyncClient]:
         """Start it, and wait until every part is active."""
         self.start(*options)
-        async with httpx.AsyncClient(
-            base_url=self.base, timeout=LIMIT, trust_env=False, verify=False
-        ) as asking:
+        async with http_client(self.base) as asking:
             await self.until_health(asking, {"active"})
             yield asking
 

@@ -19,6 +19,7 @@ from fastapi import FastAPI
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Mount, Route
+from tests.http_client import http_client
 from tests.service.support import clean_environment
 
 from moored.app import App, ComponentContext
@@ -74,9 +75,7 @@ async def served(api: Any) -> AsyncIterator[httpx.AsyncClient]:
     serving = asyncio.create_task(server.serve([listening]))
     base = f"http://127.0.0.1:{listening.getsockname()[1]}"
     try:
-        async with httpx.AsyncClient(
-            base_url=base, timeout=LIMIT, trust_env=False, verify=False
-        ) as asking:
+        async with http_client(base) as asking:
             yield asking
     finally:
         server.should_exit = True

@@ -15,6 +15,7 @@ from typing import IO
 import httpx
 import pytest
 import uvicorn
+from tests.http_client import http_client
 from tests.programs import Program
 from tests.service.support import clean_environment
 
@@ -130,9 +131,7 @@ async def test_an_asgi_server_starts_and_stops_it() -> None:
     serving = asyncio.create_task(server.serve([listening]))
     async with asyncio.timeout(60):
         port = listening.getsockname()[1]
-        async with httpx.AsyncClient(
-            base_url=f"http://127.0.0.1:{port}", timeout=30, verify=False
-        ) as asking:
+        async with http_client(f"http://127.0.0.1:{port}") as asking:
             assert (await asking.get("/v1/health")).json()["status"] == "active"
         server.should_exit = True
         await serving

@@ -14,6 +14,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.routing import Mount
+from tests.http_client import http_client
 
 from moored.broker import ApiKeys, Broker, BrokerApp, MemorySource
 
@@ -100,7 +101,7 @@ async def reading(url: str, key: str | None = "acme-key", **options: Any) -> Asy
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
     async with (
-        httpx.AsyncClient(timeout=30, verify=False) as client,  # no TLS: don't read the authorities
+        http_client() as client,
         client.stream("GET", f"{url}/v1/subscribe", headers=headers, **options) as response,
     ):
         assert response.status_code == 200, await response.aread()
@@ -129,7 +130,7 @@ class Stage:
 
     async def get(self, path: str, **headers: str) -> httpx.Response:
         names = {name.replace("_", "-"): value for name, value in headers.items()}
-        async with httpx.AsyncClient(verify=False) as client:
+        async with http_client() as client:
             return await client.get(self.url + path, headers=names)
 
 

@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
 import jwt
 import pytest
 import websockets
 from tests.broker.serving import ACME, KEYS, OTHER, Stage, frozen, reading, served, stage
+from tests.http_client import http_client
 
 from moored.broker import (
     ApiKeys,
@@ -250,7 +250,7 @@ async def test_token_for_some_channels_gets_only_those() -> None:
 
 
 async def test_unknown_path_is_not_found_and_another_method_is_not_allowed() -> None:
-    async with stage() as on, httpx.AsyncClient(verify=False) as client:
+    async with stage() as on, http_client() as client:
         answer = await client.post(f"{on.url}/v1/subscribe")
         assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
         answer = await on.get("/v1/tickets")
@@ -277,7 +277,7 @@ async def test_broker_without_a_source_answers_503() -> None:
     async with Broker(None, channels=["orders"]) as broker:
         async with (
             served(BrokerApp(broker, ApiKeys(KEYS))) as url,
-            httpx.AsyncClient(verify=False) as client,
+            http_client() as client,
         ):
             answer = await client.get(f"{url}/v1/subscribe", headers={"X-API-Key": "acme-key"})
         assert answer.status_code == 503
@@ -313,7 +313,7 @@ async def test_stream_is_refused_with_503_until_the_source_has_begun(
 
 
 async def test_ticket_opens_one_stream() -> None:
-    async with stage() as on, httpx.AsyncClient(verify=False) as client:
+    async with stage() as on, http_client() as client:
         headers = {"Authorization": "Bearer acme-key"}
         assert (await client.post(f"{on.url}/v1/tickets")).status_code == 401
         ticket = (await client.post(f"{on.url}/v1/tickets", headers=headers)).json()["ticket"]
@@ -349,7 +349,7 @@ async def test_cookie_is_accepted_from_the_same_and_from_named_origins_only() ->
 async def test_cors_headers_name_the_allowed_origin_only() -> None:
     async with (
         stage(app={"origins": ["https://app.example"]}) as on,
-        httpx.AsyncClient(verify=False) as client,
+        http_client() as client,
     ):
         url = f"{on.url}/v1/subscribe"
         good = await client.options(url, headers={"Origin": "https://app.example"})

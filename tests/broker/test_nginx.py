@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import httpx
 from tests.broker.serving import ACME, KEYS, reading, served
+from tests.http_client import http_client
 from tests.servers import free_port, require_server
 
 from moored.broker import ApiKeys, Broker, BrokerApp, MemorySource
@@ -41,7 +42,7 @@ async def nginx(directory: Path, upstream: str) -> AsyncIterator[str]:
     process = await asyncio.create_subprocess_exec(*command, "-e", str(directory / "error.log"))
     url = f"http://127.0.0.1:{port}"
     try:
-        async with asyncio.timeout(30), httpx.AsyncClient(verify=False) as client:
+        async with asyncio.timeout(30), http_client() as client:
             while True:
                 try:
                     await client.get(f"{url}/v1/subscribe.js")

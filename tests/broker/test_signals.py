@@ -83,7 +83,7 @@ async def test_program_that_goes_on_after_a_signal_accepts_streams_again(
     handled: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("moored.broker._http.DRAIN", 0.1)
-    monkeypatch.setattr("moored.broker._broker.STOPPED", 0.5)
+    monkeypatch.setattr("moored.broker._broker.STOPPED", 3.0)
     async with stage() as on:
         async with reading(on.url) as acme:
             await on.subscribers(1)

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import websockets
 from tests.broker.serving import Reading, reading
+from tests.http_client import http_client
 from tests.servers import free_port
 from tests.service.support import clean_environment
 
@@ -52,7 +53,7 @@ async def running(command: Sequence[str], log: Path) -> AsyncIterator[tuple[Proc
         )  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     try:
-        async with httpx.AsyncClient(verify=False) as client:
+        async with http_client() as client:
             while True:
                 try:
                     await client.get(f"{url}/v1/subscribe.js")

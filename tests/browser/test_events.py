@@ -47,7 +47,7 @@ def until_it_answers(url: str) -> None:
     deadline = time.monotonic() + 60
     while True:
         try:
-            httpx.get(url, verify=False).raise_for_status()
+            httpx.get(url, verify=False, timeout=60).raise_for_status()
         except httpx.TransportError:
             assert time.monotonic() < deadline, f"{url} does not answer"
             time.sleep(0.05)

@@ -16,6 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 from tests.docs.pages import blocks
 from tests.docs.reader import Terminal
+from tests.http_client import ONE_REQUEST
 from tests.servers import free_port
 from tests.service.support import LIMIT, answers, clean_environment, moored, until
 
@@ -72,7 +73,11 @@ def test_service_runs_as_its_readme_says_and_stops_at_sigterm(tmp_path: Path) ->
             until(lambda: answers(f"{base}/moored/v1/health?ready"), "it is ready")
             (link,) = re.findall(r"http://\S+token=\S+", (tmp_path / "log").read_text())
             with httpx.Client(
-                follow_redirects=True, timeout=LIMIT, trust_env=False, verify=False
+                follow_redirects=True,
+                timeout=LIMIT,
+                limits=ONE_REQUEST,
+                trust_env=False,
+                verify=False,
             ) as person:
                 assert 'src="static/page.js"' in person.get(link).text
             with Terminal.opened(subscribe, tmp_path) as browser:

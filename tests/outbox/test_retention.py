@@ -15,7 +15,7 @@ from moored.kernel import Context
 from moored.postgres.outbox import Outbox
 
 from .conftest import Sql
-from .reading import next_event, next_reset, payloads, transaction
+from .reading import LIMIT, next_event, next_reset, payloads, transaction
 
 _numbers = itertools.count(1)
 _upkeep = Outbox._upkeep
@@ -144,7 +144,7 @@ async def test_an_open_transaction_postpones_the_drop_and_not_the_publishers(
         await outbox.publish(open_, "orders", "1")
         dropping = asyncio.ensure_future(outbox.upkeep())
         for _ in range(20):
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(LIMIT):
                 await outbox.publish(sql, "orders", "2")
         done = await dropping
         assert done.dropped is None, "postponed"

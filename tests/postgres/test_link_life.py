@@ -39,7 +39,7 @@ async def test_a_row_that_takes_long_to_transfer_arrives(
 ) -> None:
     if way == "libpq":
         monkeypatch.setattr(_link, "STARTED", b"never so")
-    monkeypatch.setattr(_replication, "SILENCE", 0.2)
+    monkeypatch.setattr(_replication, "SILENCE", 1.0)
     port = int(str(psycopg.conninfo.conninfo_to_dict(streamed_url)["port"]))
     async with (
         FaultProxy("127.0.0.1", port) as proxy,
@@ -52,7 +52,7 @@ async def test_a_row_that_takes_long_to_transfer_arrives(
     ):
         changes = pg.changes("search", tables=["orders"])
         await pg.wait_until_published("orders", timeout=LIMIT)
-        proxy.throttle(1_000_000)
+        proxy.throttle(400_000)  # it takes longer than the allowed silence
         await sql.execute(
             "insert into orders select 1, string_agg(md5(n::text), '') "
             "from generate_series(1, 40000) n"

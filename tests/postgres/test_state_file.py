@@ -14,12 +14,14 @@ import pytest
 from moored.kernel import Recorder
 from moored.postgres import History, Rows
 from moored.postgres.consume import Hub, StateStore
+from moored.postgres.consume._store import PATIENCE
 
 from .conftest import MakePostgres, Sql
 from .server import LIMIT, following, ids, quicken, until
 
-#: How long the file is locked, and how long the event loop may be held at most meanwhile.
-LOCKED, HELD = 1.5, 0.5
+#: How long the file is locked, and how long the event loop may be held at most meanwhile: if it
+#: waited for the file, which is unlocked by the loop, it would for PATIENCE.
+LOCKED, HELD = 1.5, 0.8 * PATIENCE
 
 
 @pytest.fixture

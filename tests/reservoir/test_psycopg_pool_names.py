@@ -13,7 +13,7 @@ import psycopg
 import psycopg_pool
 import pytest
 from psycopg.conninfo import make_conninfo
-from tests.reservoir.support import eventually, through
+from tests.reservoir.support import PATIENCE, eventually, through
 from tests.servers import free_port
 
 from moored import reservoir
@@ -575,7 +575,7 @@ async def test_reconnect_failed_may_be_async() -> None:
         reconnect_timeout=0.0,
         reconnect_failed=failed,
     ):
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE):
             await called.wait()
 
 

@@ -19,8 +19,8 @@ from .servers import EchoServer
 from .sides import LIMIT, config_of
 
 #: Liveness: far less than the timeouts of the calls, far more than a call may take to return.
-AT_ONCE = 2.0
-LONG = 20.0
+AT_ONCE = 10.0
+LONG = 30.0
 DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
 
 

@@ -376,12 +376,12 @@ def test_hung_topology_server_delays_a_recovery_by_its_patience_only(side: Flavo
     begun = time.monotonic()
     assert side(strategy.on_unavailable, Managed("a:1")) is True
     first = time.monotonic() - begun
-    assert 0.9 < first < 5.0
+    assert 0.9 < first < 10.0
     assert any("no fresh topology within 1 s" in event.text for event in recorder.events())
     begun = time.monotonic()
-    for _ in range(5):
+    for _ in range(20):
         assert side(strategy.on_unavailable, Managed("a:1")) is True
-    assert time.monotonic() - begun < 3.0, "later errors waited again"
+    assert time.monotonic() - begun < 15.0, "later errors waited again"
 
 
 def test_failed_fetch_is_repeated_in_the_background(side: Flavour) -> None:

@@ -57,7 +57,7 @@ async def test_a_connection_without_a_whole_request_is_closed(
 async def test_half_a_request_after_a_whole_one_is_closed_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_connections, "HEAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(_connections, "HEAD_TIMEOUT", 1.0)
     request = b"GET /v1/health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with house() as it, line(it, request) as (reader, writer):
         await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), LIMIT)
@@ -68,7 +68,7 @@ async def test_half_a_request_after_a_whole_one_is_closed_too(
 async def test_a_stream_and_a_request_in_time_are_not_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_connections, "HEAD_TIMEOUT", 0.1)
+    monkeypatch.setattr(_connections, "HEAD_TIMEOUT", 1.0)
     async with (
         house() as it,
         it.client.stream("GET", "/v1/events?events") as stream,
@@ -95,7 +95,7 @@ async def _answers_once(scope: Scope, receive: Receive, send: Send) -> None:
 async def test_a_websocket_over_which_nothing_is_sent_is_not_closed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(_connections, "HEAD_TIMEOUT", 0.1)
+    monkeypatch.setattr(_connections, "HEAD_TIMEOUT", 1.0)
     lamp = Lamp()
     part = Part("lamp", lamp.build, conditions=("lamp_lit",), mounts={"/v1/lamp": _answers_once})
     async with house(part=part) as it:

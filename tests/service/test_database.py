@@ -14,6 +14,7 @@ import httpx
 import psycopg
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.http_client import http_client
 from tests.service.support import own_stream
 
 from moored.embedded import EmbeddedPostgres
@@ -36,7 +37,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten the times of the manager."""
     monkeypatch.setattr(_stack, "BACKOFF", (0.05, 0.5))
     monkeypatch.setattr(_manager_core, "CHECK_EVERY", 0.2)
-    monkeypatch.setattr(_replication, "SILENCE", 0.5)
+    monkeypatch.setattr(_replication, "SILENCE", 1.5)
     monkeypatch.setattr(_database, "CONNECT_TIMEOUT", 0.5)
 
 
@@ -98,9 +99,7 @@ async def service(
         sockets = [stack.enter_context(one) for one in listen(config.host, 0)]
         async with (
             Service(config, sockets, say=said.append) as started,
-            httpx.AsyncClient(
-                base_url=started.view.address, trust_env=False, verify=False, timeout=LIMIT
-            ) as client,
+            http_client(started.view.address) as client,
         ):
             yield Asked(started, said, client)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
+from tests.http_client import ONE_REQUEST
 from tests.service.support import LIMIT, Running, moored, running, until
 
 from moored.embedded import SyncEmbeddedPostgres
@@ -74,6 +75,7 @@ def _all_answers(service: Running) -> dict[str, str]:
     with httpx.Client(
         base_url=service.url,
         timeout=LIMIT,
+        limits=ONE_REQUEST,
         trust_env=False,
         verify=False,
         follow_redirects=True,

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import psycopg
 import pytest
+from tests.http_client import ONE_REQUEST
 from tests.servers import free_port, require_server
 from tests.service.support import (
     Running,
@@ -320,7 +321,8 @@ def test_with_a_token_everything_but_health_requires_it(postgres_url: str) -> No
     environ = {"DATABASE_URL": postgres_url, "MOORED_ADMIN_TOKEN": token}
     with running("--host", "0.0.0.0", environ=environ) as service:
         base = service.url.replace("0.0.0.0", "127.0.0.1")
-        with httpx.Client(base_url=base, trust_env=False, verify=False, timeout=60) as client:
+        options: Any = {"timeout": 60, "limits": ONE_REQUEST, "trust_env": False, "verify": False}
+        with httpx.Client(base_url=base, **options) as client:
             until(lambda: client.get("/v1/health").status_code == 200, "active")
             for path in (
                 "/v1/status",
@@ -412,9 +414,9 @@ def test_a_closed_stdout_does_not_end_the_service(postgres_url: str) -> None:
         assert process.stderr is not None
         url = process.stdout.readline().split()[1].partition("/?")[0]
         process.stdout.close()  # as after `moored serve | head -1`
+        options: Any = {"timeout": 60, "trust_env": False, "verify": False}
         health = f"{url}/v1/health"
-        with httpx.Client(trust_env=False, verify=False) as client:
-            until(lambda: client.get(health).status_code == 200, "active")
+        until(lambda: httpx.get(health, **options).status_code == 200, "active")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert process.stderr.read() == ""

@@ -19,6 +19,7 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
+from tests.http_client import http_client
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
@@ -100,9 +101,7 @@ async def house(config: Config | None = None, part: Part | None = None) -> Async
         service = Service(config, sockets, say=said.append, parts=[part or lamp.part()])
         async with (
             service,
-            httpx.AsyncClient(
-                base_url=service.view.address, trust_env=False, verify=False, timeout=LIMIT
-            ) as client,
+            http_client(service.view.address) as client,
         ):
             yield House(service, lamp, client, said)
 
@@ -173,7 +172,7 @@ async def test_a_stream_begins_with_the_state_and_goes_on_with_what_happens() ->
 
 @pytest.mark.every_loop
 async def test_streams_end_when_the_service_stops() -> None:
-    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=LIMIT) as watching:
+    async with http_client() as watching:
         async with house() as it:
             request = watching.build_request("GET", f"{it.service.view.address}/v1/events")
             stream = await watching.send(request, stream=True)

@@ -21,6 +21,7 @@ import httpx
 import psutil
 import psycopg
 import pytest
+from tests.http_client import http_client
 from tests.programs import Program
 from tests.rpc.servers import EchoServer
 from tests.servers import free_port
@@ -101,7 +102,6 @@ class SoakedService:
                 "writers": WRITERS,
                 "sessions": SESSIONS,
             }
-            limits = httpx.Limits(max_connections=None, keepalive_expiry=5)
             program = Program(
                 *("tests.soak_app.soak_program", json.dumps(given)),
                 stderr=True,
@@ -110,13 +110,7 @@ class SoakedService:
             with program:
                 self.program = Running(program)
                 try:
-                    async with httpx.AsyncClient(
-                        base_url=self.base,
-                        timeout=LIMIT,
-                        limits=limits,
-                        trust_env=False,
-                        verify=False,
-                    ) as client:
+                    async with http_client(self.base) as client:
                         yield client
                     assert await asyncio.to_thread(self.program.stop, signal.SIGTERM) == 0
                 finally:

@@ -15,13 +15,14 @@ from uuid import UUID
 
 import httpx
 import psycopg
+from tests.http_client import http_client
 from tests.programs import Program
 from tests.servers import free_port
 from tests.service.support import Running, clean_environment
 
 from moored.postgres import Outbox
 
-__all__ = ["LIMIT", "UVICORN", "Browser", "Callers", "Replica", "attached", "client", "migrate"]
+__all__ = ["LIMIT", "UVICORN", "Browser", "Callers", "Replica", "attached", "migrate"]
 __all__ += ["all_copied", "all_seen", "replica", "tenants", "until"]
 
 #: Seconds after which something hangs, also on a busy machine.
@@ -54,15 +55,6 @@ async def until(condition: Callable[[], bool], what: str, limit: float = LIMIT) 
     while not condition():
         assert time.monotonic() < deadline, f"not within {limit} s: {what}"
         await asyncio.sleep(0.03)
-
-
-def client(limit: float = LIMIT) -> httpx.AsyncClient:
-    """Return a client that uses a connection for one request.
-
-    A server may close an idle one at the moment at which the next request is sent on it.
-    """
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    return httpx.AsyncClient(timeout=limit, limits=limits, trust_env=False, verify=False)
 
 
 class Replica(Running):
@@ -179,7 +171,7 @@ class Browser:
 @asynccontextmanager
 async def attached(url: str, *whose: str) -> AsyncIterator[list[Browser]]:
     """Open a browser for each tenant, and wait until all have their first event, `start`."""
-    async with client() as http, asyncio.TaskGroup() as tasks:
+    async with http_client() as http, asyncio.TaskGroup() as tasks:
         browsers = [Browser(http, url, tenant) for tenant in whose]
         running = [tasks.create_task(browser.run()) for browser in browsers]
         for each in browsers:
@@ -227,7 +219,7 @@ class Callers:
             await until(lambda: self.answers[200] > now, "a request")
 
     async def _call(self) -> None:
-        async with client() as http:
+        async with http_client() as http:
             while not self._ends:
                 number = next(_numbers)
                 org = self._whose[number % len(self._whose)]

@@ -8,7 +8,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from tests.service.support import LIMIT, Running, running
+from tests.http_client import http_client
+from tests.service.support import Running, running
 from tests.stories.proxies import nginx
 
 APP = """
@@ -34,10 +35,7 @@ def service(tmp_path: Path) -> Iterator[Running]:
 
 
 def browser(url: str) -> httpx.AsyncClient:
-    html = {"Accept": "text/html"}
-    return httpx.AsyncClient(
-        base_url=url, headers=html, timeout=LIMIT, trust_env=False, verify=False
-    )
+    return http_client(url, headers={"Accept": "text/html"})
 
 
 async def test_behind_a_plain_proxy_nothing_but_health_is_open(

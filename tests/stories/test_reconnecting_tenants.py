@@ -9,13 +9,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
+from tests.http_client import http_client
 from tests.servers import free_port
 from tests.stories.support import (
     Browser,
     Callers,
     all_seen,
     attached,
-    client,
     migrate,
     replica,
     tenants,
@@ -81,7 +81,7 @@ async def test_quiet_tenants_that_reconnect_to_a_large_outbox(
         await shop.ended()
     after = [(each.tenant, each.after) for each in browsers]
     await leave_behind(postgres_url, quiet)
-    async with replica(postgres_url, tmp_path, port) as shop, client() as http:
+    async with replica(postgres_url, tmp_path, port) as shop, http_client() as http:
         await shop.ready()
         async with attached(shop.url, *live) as readers:
             async with Callers(shop.url, live) as calm:

@@ -78,6 +78,7 @@ export function render() {
     }
   }
   if (span() > 900 && model.state) readHour(soon).catch(() => {});
+  if (explained && !explained.isConnected) tip(null);
   count();
   speak(byId("spoken"));
 }
@@ -123,6 +124,7 @@ function count() {
 let before = {};
 function moved() {
   const to = address();
+  tip(null);
   render();
   if ((before.part ?? "") !== (to.part ?? "") || "words" in before !== "words" in to) {
     scrollTo(0, 0);
@@ -194,8 +196,10 @@ document.addEventListener("keydown", (event) => {
 
 // -- tooltips: text, with its first line in bold
 
+let explained = null; // an element that is removed sends no event
 function tip(target, x, y) {
   const box = byId("tip");
+  explained = target ?? null;
   box.hidden = !target;
   if (!target) return;
   const [first, ...others] = target.dataset.tip.split("\n");
@@ -227,6 +231,8 @@ document.addEventListener("focusin", (event) => {
   const box = target.getBoundingClientRect();
   tip(target, box.left + Math.min(box.width, 200) / 2, box.bottom - 10);
 });
+
+document.addEventListener("focusout", () => tip(null));
 
 // -- begin
 
