@@ -31,15 +31,16 @@ NODES = {
     "search": "consumer",
     "load": "demo traffic",
 }
-#: The buttons, and the root of the outage that each causes, if it causes one.
+#: The buttons, and the root of the outage that each causes, if it causes one. On a busy machine,
+#: callers wait for the connections of an expired pool.
 FAULTS = {
-    "kill-backends": "postgres",
-    "restart-postgres": "server",
-    "black-hole": "postgres",
-    "expire-pool": None,
-    "kill-grpc": "grpc-server",
-    "cut-sessions": "chat",
-    "take-over": None,
+    "kill-backends": ("postgres",),
+    "restart-postgres": ("server",),
+    "black-hole": ("postgres",),
+    "expire-pool": (None, "db"),
+    "kill-grpc": ("grpc-server",),
+    "cut-sessions": ("chat",),
+    "take-over": (None,),
 }
 #: Every view of the page.
 VIEWS = ("#", "#drawer", "#span=3600", "#part=db", "#part=server", "#part=postgres", "#words")
@@ -128,7 +129,7 @@ def test_every_button_breaks_something_that_recovers(demo: Running, shown: Page)
         session, headers=demo.bearer, timeout=LIMIT, trust_env=False, verify=False
     ).is_success
     told = "document.querySelector('.tell')"
-    for fault, root in FAULTS.items():
+    for fault, roots in FAULTS.items():
         button = f"document.querySelector('[data-fault=\"{fault}\"]')"
         last = f"{button}.querySelector('.last').textContent"
         _press(demo, shown, fault)
@@ -138,7 +139,7 @@ def test_every_button_breaks_something_that_recovers(demo: Running, shown: Page)
         shown.until(f"{told}.innerText.startsWith('0 s ')")
         newest = demo.get("/v1/outages").json()["outages"][:1]
         found = newest[0] if newest and newest[0]["fault"] == fault else None
-        assert (found and found["root"]) == root, (fault, newest)
+        assert (found and found["root"]) in roots, (fault, newest)
         if found is None:
             continue
         # One length: on the button, in the story, in the list, and from the service.
@@ -150,7 +151,7 @@ def test_every_button_breaks_something_that_recovers(demo: Running, shown: Page)
         lanes = (
             "[...document.querySelectorAll('.lane')].filter(each => each.querySelector('.outage'))"
         )
-        shown.until(f"{lanes}.some(each => each.dataset.lane === '{root}')")
+        shown.until(f"{lanes}.some(each => each.dataset.lane === '{found['root']}')")
 
 
 def test_an_outage_opens_by_its_pin_and_has_an_address(demo: Running, shown: Page) -> None:

@@ -250,8 +250,8 @@ def test_idle_connection_to_a_restarted_server_recovers() -> None:
 def test_channel_is_renewed_before_max_age(echo: EchoServer) -> None:
     with ConnectionManager(max_age=0.5) as manager:
         channel = manager.get_or_create(config(echo))
-        ends = time.monotonic() + 2.0
-        while time.monotonic() < ends:
+        ends = time.monotonic() + LIMIT
+        while int(str(line(manager)["generation"])) < 3:
+            assert time.monotonic() < ends
             assert call(channel) == b"hello"
             time.sleep(0.005)
-        assert int(str(line(manager)["generation"])) >= 3

@@ -347,7 +347,7 @@ async def test_failed_connects_are_counted(kind: Kind) -> None:
     server = EchoServer()
     async with kind() as side:
         with pytest.raises(ConnectFailed):
-            await side.get(config(server), timeout=0.5)
+            await side.get(config(server), timeout=2.0)
         scrape = Scrape(RpcCollector(side.manager))
         assert (scrape("connect_failures_total", address=server.address) or 0) >= 1
         assert scrape("connects_total", address=server.address) == 0.0

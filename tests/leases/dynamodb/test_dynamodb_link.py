@@ -188,6 +188,7 @@ async def test_a_missing_region_is_reported_with_a_remedy(monkeypatch: pytest.Mo
     for name in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_CONFIG_FILE", "/nonexistent")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")  # credentials are not the question
     store = open_store("dynamodb://leases", clock=Clock.system())
     with pytest.raises(StoreMisconfigured, match=r"add \?region="):
         await store.open()

@@ -78,7 +78,7 @@ export function render() {
     }
   }
   if (span() > 900 && model.state) readHour(soon).catch(() => {});
-  if (explained && !explained.isConnected) tip(null);
+  if (!explained?.isConnected) tip(null);
   count();
   speak(byId("spoken"));
 }
@@ -113,7 +113,7 @@ function soon() {
 function count() {
   for (const each of document.querySelectorAll("[data-since]")) {
     const seconds = now() - Number(each.dataset.since);
-    const text = took("coarse" in each.dataset ? Math.floor(seconds) : seconds).replace(/^(\d+)\.0 s$/, "coarse" in each.dataset ? "$1 s" : "$1.0 s");
+    const text = "coarse" in each.dataset ? took(Math.floor(seconds)).replace(".0 s", " s") : took(seconds);
     if (each.textContent !== text) each.textContent = text;
   }
   for (const each of document.querySelectorAll("[data-lost]")) each.textContent = took(Math.floor(performance.now() / 1000 - Number(each.dataset.lost))).replace(".0 s", " s");
@@ -156,7 +156,7 @@ function theme(chosen) {
   byId("theme").dataset.tip = `Colours: ${chosen}`;
 }
 
-document.addEventListener("click", (event) => {
+addEventListener("click", (event) => {
   const on = event.target.closest("[data-copy], [data-fault], #theme");
   if (!on) return;
   if (on.dataset.copy) copy(on);
@@ -184,7 +184,7 @@ function step(event) {
   best?.each.focus();
 }
 
-document.addEventListener("keydown", (event) => {
+addEventListener("keydown", (event) => {
   if (event.key === "Escape") {
     if (!byId("tip").hidden) tip(null);
     else if ("drawer" in address()) location.hash = link({ drawer: null });
@@ -196,10 +196,10 @@ document.addEventListener("keydown", (event) => {
 
 // -- tooltips: text, with its first line in bold
 
-let explained = null; // an element that is removed sends no event
+let explained;
 function tip(target, x, y) {
   const box = byId("tip");
-  explained = target ?? null;
+  explained = target;
   box.hidden = !target;
   if (!target) return;
   const [first, ...others] = target.dataset.tip.split("\n");
@@ -209,7 +209,7 @@ function tip(target, x, y) {
   box.style.top = `${y + height + 24 > innerHeight ? y - height - 12 : y + 16}px`;
 }
 
-document.addEventListener("pointermove", (event) => {
+addEventListener("pointermove", (event) => {
   if (event.pointerType === "touch") return;
   tip(event.target.closest?.("[data-tip]"), event.clientX, event.clientY);
   const plot = event.target.closest?.("svg[data-cross]");
@@ -223,7 +223,7 @@ document.addEventListener("pointermove", (event) => {
 });
 let crossed = false;
 
-document.addEventListener("focusin", (event) => {
+addEventListener("focusin", (event) => {
   const { lane } = event.target.dataset ?? {};
   if (lane) laneFocused(lane);
   const target = event.target.closest?.("[data-tip]");
@@ -232,14 +232,12 @@ document.addEventListener("focusin", (event) => {
   tip(target, box.left + Math.min(box.width, 200) / 2, box.bottom - 10);
 });
 
-document.addEventListener("focusout", () => tip(null));
-
 // -- begin
 
 before = address();
 theme(document.documentElement.dataset.theme ?? "system");
 addEventListener("hashchange", moved);
-document.addEventListener("visibilitychange", soon);
+addEventListener("visibilitychange", soon);
 setInterval(() => {
   if (document.hidden) return;
   if (model.lostSince === null && model.outages.some((each) => each.ended === null)) soon(); // its bars grow
