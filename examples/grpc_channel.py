@@ -3,7 +3,7 @@
 `rpc.channel` returns a `grpc.Channel`, to pass to a generated stub. All callers of the process that
 name the same server share one connection, which is replaced once after a restart, however many
 clients there are. The interceptor retries failed calls within their own timeout; omit it for calls
-that must not be executed twice. With asyncio use `await rpc.aio.channel(...)`; for TLS, `tls=True`
+that must not be executed twice. With asyncio use `rpc.aio.channel(...)`; for TLS, `tls=True`
 or `tls=grpc.ssl_channel_credentials(...)`. `rpc.ConnectionManager` has more options.
 
 Expected output:

@@ -35,7 +35,7 @@ METRICS = (
     r"moored_postgres_listener_up\{.*\}",
     r'moored_links\{name=".*",state="up",system="listener"\}',
     r'moored_broker_subscribers\{broker="broker"\}',
-    r'moored_rpc_connections\{address=".*",state="ready"\}',
+    r'moored_links\{name=".*",state="up/serving",system="rpc"\}',
 )
 #: What the explanation of each part says.
 EXPLAINED = {

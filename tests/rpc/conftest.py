@@ -7,8 +7,6 @@ from collections.abc import Iterator
 import pytest
 from tests.logs import silent
 
-from moored.rpc import _fork
-
 from .servers import EchoServer
 
 
@@ -20,13 +18,7 @@ def echo() -> Iterator[EchoServer]:
 
 
 @pytest.fixture
-def forkable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """For simulations, which fork, and whose channels are scripted: there is no gRPC in them.
-
-    A manager in a child refuses to work if a `grpc.aio` channel was open at the fork; one may be
-    left from an earlier test until the garbage collector frees it. The log is silent: each
-    simulated failure would write a line.
-    """
-    monkeypatch.setattr(_fork, "_polled", lambda: False)
+def forkable() -> Iterator[None]:
+    """A silent log, for simulations: each simulated failure would write a line."""
     with silent("moored"):
         yield

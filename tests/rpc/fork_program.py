@@ -1,7 +1,7 @@
-"""A program that forks while its threads call a gRPC server; run by `test_fork.py`.
+"""A program that forks while it uses gRPC in some way; run by `test_fork.py`.
 
 It prints the outcomes of its children as JSON. A child that does not end in time prints where it
-hangs, and is killed.
+hangs, and ends.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import faulthandler
-import functools
 import gc
 import itertools
 import json
@@ -25,14 +24,17 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
+from moored import rpc
+from moored.kernel import LoopThread
 from moored.rpc import (
     AsyncConnectionManager,
-    ConnectFailed,
     ConnectionConfig,
     ConnectionManager,
     Handler,
@@ -42,84 +44,61 @@ from moored.rpc import (
     _fork,
 )
 
-from .handlers import COUNT, new_live
+from .handlers import COUNT, ECHO, ENDLESS, SLEEP, eventually
 
 warnings.simplefilter("ignore", DeprecationWarning)  # a fork with threads is what is tested
 
 #: How long a child may take.
-LIMIT = 10.0
+LIMIT = 20
 #: How long a call may take, in children and in the parent.
 TIMEOUT = 5.0
-ECHO = "/test.Echo/Echo"
-SLEEP = "/test.Echo/Sleep"
-ENDLESS = "/test.Echo/Endless"
 
-
-def call(channel: grpc.Channel, request: bytes = b"hello") -> None:
-    answer = channel.unary_unary(ECHO)(request, timeout=TIMEOUT)
-    assert answer == request, answer
-
-
-@contextlib.contextmanager
-def fork_patience(seconds: float) -> Iterator[None]:
-    """Set how long a fork waits for calls."""
-    before, _fork.PATIENCE = _fork.PATIENCE, seconds
-    try:
-        yield
-    finally:
-        _fork.PATIENCE = before
-
-
-#: The default; here, a fork may wait longer, because calls take long on a busy machine.
-_PATIENCE, _fork.PATIENCE = _fork.PATIENCE, 5.0
-
-
-def call_later(delay: float, channel: grpc.Channel) -> None:
-    threading.Event().wait(delay)
-    call(channel)
+Config = ConnectionConfig
+Report = dict[str, Any]
 
 
 class Children:
-    """Forks children, and counts their outcomes."""
+    """Forks children one after the other, and counts their outcomes."""
 
-    def __init__(self, limit: float = LIMIT) -> None:
-        self._limit = limit
+    def __init__(self) -> None:
         self.ends: Counter[str] = Counter()
         #: The durations of the forks. On a busy machine, one of several may take long.
-        self.longest_fork, self.quickest_fork = 0.0, float("inf")
+        self.took: list[float] = []
 
-    def make(self, work: Callable[[], object], *, gently: bool = False) -> None:
-        """Fork a child that does this, and ends with `os._exit` or, gently, as a normal program."""
-        began = time.monotonic()
-        pid = os.fork()
-        if pid == 0:
-            faulthandler.register(signal.SIGUSR1)
-            try:
-                work()
-            except BaseException as error:
-                sys.stderr.write(f"child: {type(error).__name__}: {error}\n")
-                os._exit(1)
-            if gently:
-                sys.exit(0)
-            os._exit(0)
-        took = time.monotonic() - began
-        self.longest_fork = max(self.longest_fork, took)
-        self.quickest_fork = min(self.quickest_fork, took)
-        self.ends[self._end_of(pid)] += 1
+    def make(self, work: Callable[[], object], number: int = 1) -> None:
+        """Fork children that do this; they end in turn as programs do, and with `os._exit`."""
+        for _ in range(number):
+            gently = len(self.took) % 2 == 0 and can_exit()
+            began = time.monotonic()
+            pid = os.fork()
+            if pid == 0:
+                run_child(work, gently=gently)
+            self.took.append(time.monotonic() - began)
+            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+            self.ends["ok" if code == 0 else str(code)] += 1
 
-    def _end_of(self, pid: int) -> str:
-        over, pause = time.monotonic() + self._limit, threading.Event()
-        while time.monotonic() < over:
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if found:
-                code = os.waitstatus_to_exitcode(status)
-                return "ok" if code == 0 else f"exit {code}" if code > 0 else f"signal {-code}"
-            pause.wait(0.002)
-        os.kill(pid, signal.SIGUSR1)  # it says where it is
-        pause.wait(0.5)
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        return "hung"
+
+def can_exit() -> bool:
+    """Whether `sys.exit` ends the program here: not in other threads, nor in a loop."""
+    return (
+        asyncio._get_running_loop() is None
+        and threading.current_thread() is threading.main_thread()
+    )
+
+
+def run_child(work: Callable[[], object], *, gently: bool) -> None:
+    faulthandler.register(signal.SIGALRM, chain=True)
+    signal.alarm(LIMIT)
+    try:
+        work()
+    except SystemExit:  # of a grandchild
+        raise
+    except BaseException as error:
+        sys.stderr.write(f"child: {type(error).__name__}: {error}\n")
+        os._exit(1)
+    if gently:
+        sys.exit(0)
+    os._exit(0)
 
 
 class Callers:
@@ -127,9 +106,9 @@ class Callers:
 
     def __init__(self, channel: grpc.Channel, threads: int = 3, timeout: float = TIMEOUT) -> None:
         self.calls = 0
-        self._timeout = timeout
         self.errors: Counter[str] = Counter()
         self._channel = channel
+        self._timeout = timeout
         self._over = threading.Event()
         self._threads = [threading.Thread(target=self._run, args=(n,)) for n in range(threads)]
 
@@ -148,6 +127,7 @@ class Callers:
     def __enter__(self) -> Callers:
         for thread in self._threads:
             thread.start()
+        eventually(lambda: self.calls > 0 or bool(self.errors))
         return self
 
     def __exit__(self, *args: object) -> None:
@@ -157,73 +137,44 @@ class Callers:
 
 
 class Server:
-    """A server that the program can stop and kill."""
+    """A server that the program starts and kills."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str = "") -> None:
+        if not address:
+            with socket.create_server(("127.0.0.1", 0)) as found:
+                address = f"127.0.0.1:{found.getsockname()[1]}"
         self.address = address
-        self._process: subprocess.Popen[str] | None = None
+        self.config = ConnectionConfig.from_uri(f"http://{address}")
+        self.process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.kill()
 
     def start(self) -> None:
         program = Path(__file__).with_name("echo_program.py")
-        self._process = subprocess.Popen(
-            [sys.executable, str(program), "--port", self.address.rpartition(":")[2]],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+        command = [sys.executable, str(program), "--port", self.address.rpartition(":")[2]]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert self._process.stdout is not None
-        assert self._process.stdout.readline() == "ready\n"
-
-    def stop(self) -> None:
-        """Stop it with SIGSTOP: it accepts connections, and does not answer."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGSTOP)
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n"
 
     def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+# -- what children do ------------------------------------------------------------------------------
 
 
-# -- scenarios -------------------------------------------------------------------------------------
-
-
-def calling(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Three threads call continuously, and each child calls too."""
-    children = Children()
-    with ConnectionManager() as manager:
-        channel = manager.get_or_create(config)
-        bound = channel.unary_unary(ECHO)  # a generated stub keeps such methods
-        assert bound(b"a", timeout=TIMEOUT) == b"a"
-
-        def work() -> None:
-            assert bound(b"mine", timeout=TIMEOUT) == b"mine"
-            call(channel)
-            assert manager.get_or_create(config, timeout=TIMEOUT) is channel
-            other = manager.get_or_create(config, dedicated=True, timeout=TIMEOUT)
-            call(other)
-            manager.release(other)
-            call(ConnectionManager.get_instance().get_or_create(config, timeout=TIMEOUT))
-            assert bound.future(b"b", timeout=TIMEOUT).result() == b"b"
-            expect_deadline(channel)
-
-        with Callers(channel) as callers:
-            for number in range(forks):
-                children.make(work, gently=number % 2 == 0)
-        (line,) = manager.get_stats()["connections"]
-    return report(children, callers, generation=line["generation"])
-
-
-def expect_deadline(channel: grpc.Channel) -> None:
-    """Check that timers work in a child."""
-    failed = error_of(lambda: channel.unary_unary(SLEEP)(b"3", timeout=0.1))
-    assert isinstance(failed, grpc.RpcError), failed
-    assert failed.code() is grpc.StatusCode.DEADLINE_EXCEEDED, failed
+def call(channel: grpc.Channel, request: bytes = b"hello") -> None:
+    answer = channel.unary_unary(ECHO)(request, timeout=TIMEOUT)
+    assert answer == request, answer
 
 
 def error_of(use: Callable[[], object]) -> Exception:
@@ -234,244 +185,153 @@ def error_of(use: Callable[[], object]) -> Exception:
     raise AssertionError("it has not failed")
 
 
-def silent(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Children that never call, and end in both ways."""
+def expect_refusal(channel: Handler, manager: ConnectionManager, config: Config) -> None:
+    """Check that all calls are refused at once, also with a manager and a channel of the child."""
+    call_again = partial(call, channel)
+    uses: tuple[Callable[[], object], ...] = (
+        *[call_again] * 2,
+        lambda: channel.unary_unary(ECHO).future(b"a"),
+        lambda: channel.unary_stream(COUNT)(b"1"),
+        lambda: grpc.channel_ready_future(channel),
+        lambda: manager.get_or_create(config),
+        lambda: ConnectionManager().get_or_create(config),
+        lambda: call(rpc.channel(config.address, token="own")),
+        lambda: asyncio.run(call_async(rpc.aio.channel(config.address))),
+        # A connect caused by one of these would have happened by now.
+        lambda: [threading.Event().wait(0.05), call_again()],
+    )
+    began = time.monotonic()
+    for use in uses:
+        refused = error_of(use)
+        assert isinstance(refused, ManagerClosed), repr(refused)
+        assert f"process {os.getpid()} was forked while" in str(refused), refused
+        assert "start processes with the method spawn" in str(refused), refused
+    assert not manager.renew(channel)
+    assert not manager.handle_error(channel, refused)
+    assert time.monotonic() - began < TIMEOUT
+    manager.close()
+
+
+async def call_async(channel: Any) -> None:
+    assert await channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT) == b"a"
+
+
+# -- scenarios: gRPC is quiet ----------------------------------------------------------------------
+
+
+def quiet(config: Config, forks: int) -> Report:
+    """The parent has an open connection, over which it calls between the forks."""
     children = Children()
+    lazy = rpc.channel(config.address)
+    lazy_async = rpc.aio.channel(config.address)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
-        with Callers(channel) as callers:
-            for number in range(forks):
-                children.make(lambda: None, gently=number % 2 == 0)
-        (line,) = manager.get_stats()["connections"]
-    return report(children, callers, generation=line["generation"])
-
-
-def careless(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """A defect: the fork does not wait, while a call is in flight."""
-    _fork._drain = lambda ends: True
-    children = Children()
-    with ConnectionManager() as manager:
-        channel = manager.get_or_create(config)
-        with Callers(channel, 0) as callers:
-            for _ in range(forks):
-                slow = channel.unary_unary(SLEEP).future(b"1", timeout=TIMEOUT)
-                time.sleep(0.1)
-                children.make(lambda: None)
-                assert slow.result() == b"1"
-    return report(children, callers)
-
-
-def watching(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """The state of the connection is watched, for which gRPC has a thread."""
-    children = Children()
-    states: list[grpc.ChannelConnectivity] = []
-    with ConnectionManager(channels=2) as manager:
-        channel = manager.get_or_create(config)
-        channel.subscribe(states.append)
-        with Callers(channel) as callers:
-            for number in range(forks):
-                states.clear()
-                children.make(lambda: call(channel), gently=number % 2 == 0)
-                while not states:  # again after each fork
-                    time.sleep(0.01)
-        assert states[-1] is grpc.ChannelConnectivity.READY, states
-    return report(children, callers)
-
-
-def watching_many(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Many managers whose connections are watched: a fork waits for all at once."""
-    children = Children()
-    with contextlib.ExitStack() as stack:
-        managers = [stack.enter_context(ConnectionManager()) for _ in range(12)]
-        channels = [manager.get_or_create(config) for manager in managers]
-        states: list[grpc.ChannelConnectivity] = []
-        for channel in channels:
-            channel.subscribe(states.append)
-        while len(states) < len(channels):
-            time.sleep(0.01)
-        with Callers(channels[0], 1) as callers, fork_patience(_PATIENCE):
-            for _ in range(forks):
-                children.make(lambda: None)
-    return report(children, callers)
-
-
-def grandchildren(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """A child that calls from its own threads can fork, too."""
-    children = Children()
-    with ConnectionManager() as manager:
-        channel = manager.get_or_create(config)
+        bound = channel.unary_unary(ECHO)  # a generated stub keeps such methods
+        closed = ConnectionManager()
+        before = closed.get_or_create(config)
+        closed.close()
 
         def work() -> None:
-            own = Children(LIMIT / 3)
-            with Callers(channel) as callers:
-                for _ in range(3):
-                    own.make(lambda: call(channel))
-            assert own.ends == {"ok": 3}, own.ends
-            assert not callers.errors, callers.errors
+            assert channel.generation == 0
+            assert bound(b"mine", timeout=TIMEOUT) == b"mine"
+            call(lazy)
+            assert manager.get_or_create(config, timeout=TIMEOUT) is channel
+            other = manager.get_or_create(config, dedicated=True, timeout=TIMEOUT)
+            call(other)
+            manager.release(other)
+            assert bound.future(b"b", timeout=TIMEOUT).result() == b"b"
+            assert len(list(channel.unary_stream(COUNT)(b"3", timeout=TIMEOUT))) == 3
+            late = error_of(lambda: channel.unary_unary(SLEEP)(b"3", timeout=0.1))
+            assert isinstance(late, grpc.RpcError), late
+            assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED, late
+            assert isinstance(error_of(lambda: call(before)), ManagerClosed)
+            asyncio.run(call_async(lazy_async))
+            manager.close()
+
+        for _ in range(forks // 2):
+            children.make(work, 2)
+            assert bound(b"a", timeout=TIMEOUT) == b"a"
+        return report(children, generation=channel.generation)
+
+
+def lazy(config: Config, forks: int) -> Report:
+    """As gunicorn does: an imported module has a channel, and the workers call over it."""
+    children = Children()
+    channel = rpc.channel(config.address)
+    bound = channel.unary_unary(ECHO)
+    assert threading.active_count() == 1, "a channel that was never called has a thread"
+    ready, workers = os.pipe(), []
+    for number in range(forks):  # all at once
+        if (pid := os.fork()) == 0:
+            os.close(ready[1])
+            os.read(ready[0], 1)
+            run_child(lambda: bound(b"a", timeout=TIMEOUT), gently=number % 2 == 0)
+        workers.append(pid)
+    os.close(ready[1])
+    for pid in workers:
+        children.ends[str(os.waitpid(pid, 0)[1] or "ok")] += 1
+    assert channel.generation == 0
+    call(channel)  # the parent, at last
+    return report(children, generation=channel.generation)
+
+
+def grandchildren(config: Config, forks: int) -> Report:
+    """A child can fork, too; it is then a parent like any other."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        refused = partial(expect_refusal, channel, manager, config)
+
+        def work(depth: int) -> None:
             call(channel)
+            own = Children()
+            if depth:
+                own.make(partial(work, depth - 1), 2)
+            stream = channel.unary_stream(ENDLESS)(b"0.01")
+            next(stream)
+            own.make(refused)
+            stream.cancel()
+            assert set(own.ends) == {"ok"}, own.ends
 
-        with Callers(channel) as callers:
-            for _ in range(forks):
-                children.make(work)
-    return report(children, callers)
+        for _ in range(forks):
+            children.make(partial(work, 1))
+            call(channel)
+        return report(children, generation=channel.generation)
 
 
-def several_forking(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+def several_forking(config: Config, forks: int) -> Report:
     """More than one thread forks."""
     children = Children()
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config)
-
-        def fork() -> None:
-            for _ in range(forks):
-                children.make(lambda: call(channel))
-
-        with Callers(channel, 1) as callers:
-            threads = [threading.Thread(target=fork) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(60)
-    return report(children, callers)
-
-
-def recovering(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Fork while a dead server is dialled repeatedly; it restarts, and all calls succeed."""
-    children = Children()
-    server = Server(config.address)
-    server.start()
-    with ConnectionManager() as manager:
-        channel = manager.get_or_create(config)
-        call(channel)
-        server.kill()
-        with Callers(channel, timeout=30.0) as callers:
-            while not callers.errors:  # until a caller has noticed
-                time.sleep(0.01)
-            for number in range(forks):
-                children.make(lambda: expect_nobody(channel), gently=number % 2 == 0)
-            noticed = sum(callers.errors.values())
-            server.start()
-            call(channel)
-            for _ in range(forks):
-                children.make(lambda: call(channel))
-            errors = sum(callers.errors.values()) - noticed
-        (line,) = manager.get_stats()["connections"]
-    server.kill()
-    # Each thread may notice the outage by one failed call; afterwards they wait.
-    callers.errors.clear()
-    return report(children, callers, generation=line["generation"], noticed=noticed, later=errors)
-
-
-def expect_nobody(channel: grpc.Channel) -> None:
-    began = time.monotonic()
-    failed = error_of(lambda: channel.unary_unary(ECHO)(b"a", timeout=0.3))
-    assert isinstance(failed, grpc.RpcError), failed
-    assert time.monotonic() - began < LIMIT
-
-
-def dark(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Fork during connects and probes that never end: they must not delay it."""
-    children = Children()
-    with socket.create_server(("127.0.0.1", 0)) as hole, ConnectionManager(idle=0.2) as manager:
-        nobody = ConnectionConfig.from_uri(f"http://127.0.0.1:{hole.getsockname()[1]}")
-        channel = manager.get_or_create(config)
-        stopped = Server(f"127.0.0.1:{free_port()}")
-        stopped.start()
-        probed = ConnectionConfig.from_uri(f"http://{stopped.address}")
-        manager.get_or_create(probed)
-        stopped.stop()
-        time.sleep(0.3)
-        over = threading.Event()
-
-        def wait(config: ConnectionConfig) -> None:
-            while not over.is_set():
-                try:
-                    manager.get_or_create(config, timeout=1.0)
-                except ConnectFailed:
-                    pass
-
-        threads = [threading.Thread(target=wait, args=(each,)) for each in (nobody, probed)]
+        work = partial(call, channel)
+        threads = [threading.Thread(target=children.make, args=(work, forks)) for _ in range(3)]
         for thread in threads:
             thread.start()
-        with Callers(channel) as callers:
-            for number in range(forks):
-                children.make(lambda: call(channel), gently=number % 2 == 0)
-        over.set()
         for thread in threads:
-            thread.join(30)
-        stopped.kill()
-    return report(children, callers)
+            thread.join()
+        call(channel)
+        return report(children, generation=channel.generation)
 
 
-def refused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """gRPC's fork support is disabled."""
-    children = Children()
-    with ConnectionManager() as manager:
-        channel = manager.get_or_create(config)
-        with Callers(channel) as callers:
-            for number in range(forks):
-                work = functools.partial(expect_refusal, manager, channel, config)
-                children.make(work, gently=number % 2 == 0)
-    return report(children, callers)
-
-
-def expect_refusal(
-    manager: ConnectionManager, channel: grpc.Channel, config: ConnectionConfig
-) -> None:
-    """Check that a child's calls are refused instead of hanging, also with its own manager."""
-    for use in (
-        *[lambda: call(channel)] * 2,
-        lambda: manager.get_or_create(config),
-        lambda: ConnectionManager().get_or_create(config),
-        lambda: grpc.channel_ready_future(channel).result(TIMEOUT),
-        # A connect caused by one of these would have happened by now.
-        *[lambda: call_later(0.05, channel)] * 4,
-    ):
-        failed = error_of(use)
-        assert isinstance(failed, ManagerClosed), failed
-        assert "was forked while" in str(failed), failed
-
-
-def streaming(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """An endless stream: the child's calls are refused, and the parent continues."""
-    children = Children()
-    with ConnectionManager() as manager:
-        channel = manager.get_or_create(config)
-        stream = channel.unary_stream(ENDLESS)(b"0.01")
-        next(stream)
-
-        work = functools.partial(expect_refusal, manager, channel, config)
-        with Callers(channel) as callers, fork_patience(_PATIENCE):
-            for number in range(forks):
-                children.make(work, gently=number % 2 == 0)
-                next(stream)
-        stream.cancel()
-        while channel.calls:
-            time.sleep(0.001)
-        children.make(lambda: call(channel))
-    return report(children, callers)
-
-
-def pooled(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+def pooled(config: Config, forks: int) -> Report:
     """`multiprocessing` with its fork method."""
     children = Children()
     with ConnectionManager() as manager:
         _shared.append(manager.get_or_create(config))
-        with Callers(_shared[0]) as callers:
-            fork = multiprocessing.get_context("fork")
-            with fork.Pool(3) as pool:
-                answers = pool.map_async(_pooled, range(forks)).get(60)
-            assert answers == list(range(forks)), answers
-            for _ in range(3):
-                process = fork.Process(target=_pooled, args=(1,))
-                process.start()
-                process.join(LIMIT)
-                children.ends["ok" if process.exitcode == 0 else str(process.exitcode)] += 1
-        _shared.clear()
-    return report(children, callers)
+        fork = multiprocessing.get_context("fork")
+        with fork.Pool(3) as pool:
+            assert pool.map_async(_pooled, range(12)).get(60) == list(range(12))
+        for _ in range(forks):
+            process = fork.Process(target=_pooled, args=(1,))
+            process.start()
+            process.join(LIMIT)
+            children.ends["ok" if process.exitcode == 0 else str(process.exitcode)] += 1
+        call(_shared[0])
+        return report(children, generation=_shared.pop().generation)
 
 
-_shared: list[grpc.Channel] = []
+_shared: list[Handler] = []
 
 
 def _pooled(number: int) -> int:
@@ -479,14 +339,14 @@ def _pooled(number: int) -> int:
     return number
 
 
-def moving(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+def moving(config: Config, forks: int) -> Report:
     """A child follows the topology by itself, also if the parent forks during a fetch."""
     children = Children()
     version = itertools.count(1)
-    asked = threading.Event()
+    fetching = threading.Event()
 
     def fetch() -> Topology:
-        asked.set()
+        fetching.set()
         if os.getpid() == parent:
             time.sleep(0.05)
         return Topology(next(version), (Member("one", config.address, 3),))
@@ -495,95 +355,30 @@ def moving(config: ConnectionConfig, forks: int) -> dict[str, Any]:
     with ConnectionManager(fetch_topology=fetch) as manager:
         channel = manager.get_or_create(config)
 
+        def fetch_again() -> None:
+            fetching.clear()
+            channel.endpoint.strategy._refresher.trigger()
+            assert fetching.wait(TIMEOUT)
+
         def work() -> None:
             call(channel)
-            (managed,) = manager._table
-            before = managed.strategy.topology.version
-            asked.clear()
-            managed.strategy._refresher.trigger()
-            assert asked.wait(LIMIT / 2)
-            while managed.strategy.topology.version == before:
-                time.sleep(0.01)
+            before = channel.endpoint.strategy.topology.version
+            fetch_again()
+            eventually(lambda: channel.endpoint.strategy.topology.version > before)
             call(channel)
 
-        with Callers(channel) as callers:
-            for _ in range(forks):
-                (managed,) = manager._table
-                managed.strategy._refresher.trigger()
-                children.make(work)
-    return report(children, callers)
-
-
-def with_asyncio(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """While an asyncio channel is open, a child is refused; afterwards, it makes its own."""
-    children = Children()
-    calls = 0
-
-    async def own() -> None:
-        async with AsyncConnectionManager() as manager:
-            channel = await manager.get_or_create(config, timeout=TIMEOUT)
-            assert await channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT) == b"a"
-
-    async def refused() -> None:
-        for manager in (inherited[0], AsyncConnectionManager()):
-            try:
-                await manager.get_or_create(config, dedicated=True, timeout=TIMEOUT)
-            except ManagerClosed as error:
-                if "a grpc.aio channel was open" in str(error):
-                    continue
-            raise AssertionError("it was not refused")
-
-    inherited: list[AsyncConnectionManager] = []
-
-    async def main() -> None:
-        nonlocal calls
-        async with AsyncConnectionManager() as manager:
-            inherited.append(manager)
-            channel = await manager.get_or_create(config)
-            for _ in range(forks):
-                await channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT)
-                children.make(lambda: asyncio.run(refused()))
-                await channel.unary_unary(ECHO)(b"a", timeout=TIMEOUT)
-                calls += 1
-            inherited.clear()
-
-    for _ in range(2):
-        asyncio.run(main())
-        gc.collect()
-        for thread in threading.enumerate():
-            if "_poll_wrapper" in thread.name:  # gRPC's, which ends after the last channel
-                thread.join(LIMIT)
-        for number in range(forks):
-            children.make(lambda: asyncio.run(own()), gently=number % 2 == 0)
-    return {"ends": children.ends, "longest_fork": children.longest_fork, "calls": calls}
-
-
-def waiting(config: ConnectionConfig, forks: int) -> dict[str, Any]:
-    """Futures that wait for a connection: they end in a child, and continue in the parent."""
-    children, handler = Children(), Handler(address=config.address)
-    future = handler.unary_unary(ECHO).future(b"a", timeout=60.0)
-    stream = handler.unary_stream(COUNT)(b"1", timeout=60.0)
-
-    def read() -> None:
-        for each in (future.result, stream.__next__):
-            failed = error_of(each)
-            assert isinstance(failed, ConnectFailed), failed
-            assert "forked" in str(failed), failed
-        assert future.code() is grpc.StatusCode.CANCELLED
-
-    for _ in range(forks):
-        children.make(read)
-    handler._swap(new_live(f"http://{config.address}"))
-    assert future.result() == b"a"
-    handler._shut(0.0)
-    return {"ends": children.ends, "calls": 1}
+        for _ in range(forks):
+            fetch_again()
+            children.make(work)
+            call(channel)
+        return report(children, generation=channel.generation)
 
 
 class Client:
     """A client object, for `client=`."""
 
 
-def unused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
+def unused(config: Config, forks: int) -> Report:
     """A child drops the last client of an inherited connection, which is then closed."""
     children, client = Children(), Client()
 
@@ -591,44 +386,363 @@ def unused(config: ConnectionConfig, forks: int) -> dict[str, Any]:
         nonlocal client
         call(channel)
         del client
-        while manager.get_stats()["total_connections"]:
-            time.sleep(0.01)
+        eventually(lambda: manager.get_stats()["total_connections"] == 0)
 
     with ConnectionManager(linger=0.2) as manager:
         channel = manager.get_or_create(config, client=client)
-        with Callers(channel, 1) as callers:
-            for _ in range(forks):
-                children.make(use)
-        (line,) = manager.get_stats()["connections"]
-    return report(children, callers, generation=line["generation"])
+        children.make(use, forks)
+        call(channel)
+        return report(children, generation=channel.generation)
 
 
-def report(children: Children, callers: Callers, **more: Any) -> dict[str, Any]:
-    return {
-        "ends": children.ends,
-        "longest_fork": children.longest_fork,
-        "quickest_fork": children.quickest_fork,
-        "calls": callers.calls,
-        "errors": callers.errors,
-        **more,
-    }
+def locked(config: Config, forks: int) -> Report:
+    """Another thread holds each lock of the package at the fork."""
+    children = Children()
+
+    def make(work: Callable[[], object], *locks: Any) -> None:
+        held, over = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with contextlib.ExitStack() as stack:
+                for lock in locks:
+                    stack.enter_context(lock)
+                held.set()
+                over.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        children.make(work, forks)
+        over.set()
+        thread.join()
+
+    make(lambda: call(rpc.channel(config.address)), ConnectionManager._making)
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+
+        def work() -> None:
+            call(channel)
+            call(manager.open_channel(config))
+            call(ConnectionManager.get_instance().get_or_create(config))
+            assert manager.get_stats()["total_connections"] == 1
+
+        locks = (manager._table._lock, channel.gate.changed, LoopThread._sharing)
+        make(work, ConnectionManager._making, *locks)
+        call(channel)
+        return report(children, generation=channel.generation)
 
 
-SCENARIOS: dict[str, Callable[[ConnectionConfig, int], dict[str, Any]]] = {
-    scenario.__name__: scenario
-    for scenario in (
-        *(
-            calling,
-            silent,
-            watching,
-            watching_many,
-            grandchildren,
-            several_forking,
-            recovering,
-            dark,
-        ),
-        *(careless, refused, streaming, pooled, moving, with_asyncio, waiting, unused),
+# -- scenarios: gRPC is at work --------------------------------------------------------------------
+
+
+def calling(config: Config, forks: int) -> Report:
+    """Three threads call continuously: each child is refused, and no call of theirs is lost."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        with Callers(channel) as callers:
+            children.make(partial(expect_refusal, channel, manager, config), forks)
+        children.make(partial(call, channel))
+        call(channel)
+        return report(children, generation=channel.generation, **vars_of(callers))
+
+
+def silent(config: Config, forks: int) -> Report:
+    """Children that never call."""
+    children = Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        with Callers(channel) as callers:
+            children.make(lambda: None, forks)
+        return report(children, generation=channel.generation, **vars_of(callers))
+
+
+def vars_of(callers: Callers) -> Report:
+    return {"calls": callers.calls, "errors": callers.errors}
+
+
+@contextlib.contextmanager
+def in_thread(use: Callable[[], object], begun: Callable[[], bool]) -> Iterator[None]:
+    """Do this in another thread, until the block ends; its errors do not matter."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(use)
+        eventually(begun)
+        yield
+
+
+def is_inside() -> bool:
+    return bool(_fork._inside)
+
+
+@contextlib.contextmanager
+def connecting(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    with socket.create_server(("127.0.0.1", 0)) as hole:
+        nobody = ConnectionConfig.from_uri(f"http://127.0.0.1:{hole.getsockname()[1]}")
+        with in_thread(partial(manager.get_or_create, nobody, timeout=2.0), is_inside):
+            yield
+
+
+@contextlib.contextmanager
+def probing(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    """The server accepts connections, and does not answer."""
+    with Server() as server, ConnectionManager(idle=0.01) as own:
+        own.get_or_create(server.config)
+        assert server.process is not None
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(0.02)
+        with in_thread(partial(own.get_or_create, server.config, timeout=2.0), is_inside):
+            yield
+        server.process.send_signal(signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def closing(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    over = threading.Event()
+
+    def factory(config: Config) -> grpc.Channel:
+        made = grpc.insecure_channel(config.address)
+        made.close = over.wait
+        return made
+
+    with ConnectionManager(handler_factory=factory) as own:
+        own.get_or_create(channel.endpoint.config)
+        with in_thread(own.close, is_inside):
+            yield
+            over.set()
+
+
+@contextlib.contextmanager
+def making(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    """An async factory of channels, which may talk to the server."""
+
+    async def factory(config: Config) -> grpc.Channel:
+        await asyncio.sleep(1.0)
+        return grpc.insecure_channel(config.address)
+
+    with (
+        ConnectionManager(handler_factory=factory) as own,
+        in_thread(partial(own.get_or_create, channel.endpoint.config), is_inside),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def streaming(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    stream = channel.unary_stream(ENDLESS)(b"0.01")
+    next(stream)
+    yield
+    next(stream)  # the parent's goes on
+    stream.cancel()
+
+
+@contextlib.contextmanager
+def dropping(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    """The garbage collector cancels the stream: a thread of gRPC has not noticed yet."""
+    stream = channel.unary_stream(ENDLESS)(b"0.01")
+    next(stream)
+    del stream
+    assert not channel.calls
+    yield
+
+
+@contextlib.contextmanager
+def watching(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    """The state of the connection is watched, for which gRPC has a thread."""
+    states: list[grpc.ChannelConnectivity] = []
+    channel.subscribe(states.append)
+    eventually(lambda: grpc.ChannelConnectivity.READY in states)
+    yield
+    channel.unsubscribe(states.append)
+
+
+@contextlib.contextmanager
+def watched(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    """The state was watched: gRPC's thread ends later."""
+    grpc.channel_ready_future(channel).result(TIMEOUT)
+    yield
+
+
+@contextlib.contextmanager
+def serving(channel: Handler, manager: ConnectionManager) -> Iterator[None]:
+    """A server in this process: its threads are always inside gRPC."""
+    server = grpc.server(ThreadPoolExecutor(1))
+    server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield
+    server.stop(0).wait()
+    eventually(lambda: not _is_serving())
+
+
+def _is_serving() -> bool:
+    _fork._before()
+    return _fork._served
+
+
+WORK = {
+    each.__name__: each
+    for each in (
+        *(connecting, probing, closing, making, streaming),
+        *(dropping, watching, watched, serving),
     )
+}
+
+
+def at_work(kind: str, config: Config, forks: int) -> Report:
+    """gRPC is at work in one way at the fork: each child is refused, and can call afterwards."""
+    children, later = Children(), Children()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        for _ in range(forks):
+            with WORK[kind](channel, manager):
+                children.make(partial(expect_refusal, channel, manager, config))
+                call(channel)
+        time.sleep(_fork.LEAVING)
+        later.make(partial(call, channel), 2)
+        call(channel)
+        return report(children, generation=channel.generation, later=later.ends)
+
+
+def disabled(config: Config, forks: int) -> Report:
+    """gRPC's fork support is disabled: that matters once gRPC was used."""
+    children = Children()
+    unused = rpc.channel(config.address, token="lazy")
+    children.make(partial(call, unused), forks)
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(config)
+        children.make(partial(expect_refusal, channel, manager, config), forks)
+        call(channel)
+        return report(children, generation=channel.generation)
+
+
+def with_asyncio(config: Config, forks: int) -> Report:
+    """While an asyncio channel is open, a child is refused; afterwards, it makes its own."""
+    children = Children()
+
+    async def own() -> None:
+        async with AsyncConnectionManager() as manager:
+            await call_async(await manager.get_or_create(config, timeout=TIMEOUT))
+
+    async def refused() -> None:
+        for manager in (*inherited, AsyncConnectionManager()):
+            try:
+                await manager.get_or_create(config, dedicated=True, timeout=TIMEOUT)
+            except ManagerClosed as error:
+                assert "a grpc.aio channel was open" in str(error), error  # noqa: PT017
+            else:
+                raise AssertionError("it was not refused")
+
+    def all_refused() -> None:
+        asyncio.run(refused())
+        with ConnectionManager() as threads:
+            expect_refusal(threads.open_channel(config), threads, config)
+
+    inherited: list[AsyncConnectionManager] = []
+
+    async def main() -> None:
+        async with AsyncConnectionManager() as manager:
+            inherited.append(manager)
+            channel = await manager.get_or_create(config)
+            for _ in range(forks):
+                await call_async(channel)
+                children.make(all_refused)
+            await call_async(channel)
+            assert channel.generation == 1
+            inherited.clear()
+
+    for _ in range(2):
+        asyncio.run(main())
+        gc.collect()
+        for thread in threading.enumerate():
+            if "_poll_wrapper" in thread.name:  # gRPC's, which ends after the last channel
+                thread.join(TIMEOUT)
+        children.make(lambda: asyncio.run(own()), forks)
+    return report(children)
+
+
+class SlowCredentials:
+    """Credentials whose metadata takes long, in the parent."""
+
+    def __init__(self) -> None:
+        self.asked, self.go_on = threading.Event(), threading.Event()
+
+    def metadata(self) -> list[tuple[str, str]]:
+        self.asked.set()
+        self.go_on.wait()
+        return []
+
+
+def waiting(config: Config, forks: int) -> Report:
+    """Calls that wait for a connection: they end in a child, and continue in the parent.
+
+    In between, a thread takes one of them to start it.
+    """
+    children, server, slow = Children(), Server(), SlowCredentials()
+    with ConnectionManager(credentials=lambda config: slow) as manager:
+        channel = manager.open_channel(server.config)
+        future = channel.unary_unary(ECHO).future(b"a", timeout=60.0)
+        stream = channel.unary_stream(COUNT)(b"1", timeout=60.0)
+
+        def read() -> None:
+            for each, use in ((future, future.result), (stream, stream.__next__)):
+                failed = error_of(use)
+                assert isinstance(failed, grpc.RpcError), failed
+                assert "forked" in str(failed), failed
+                assert each.code() is grpc.StatusCode.CANCELLED
+                assert not each.cancel()
+
+        children.make(read, forks)
+        server.start()
+        assert slow.asked.wait(30)
+        assert len(channel.gate.pending) == 1
+        children.make(read, forks)
+        slow.go_on.set()
+        assert future.result() == b"a"
+        assert list(stream) == [b"0"]
+        generation = channel.generation
+    server.kill()
+    return report(children, generation=generation)
+
+
+def recovering(config: Config, forks: int) -> Report:
+    """Fork while a dead server is dialled repeatedly; it restarts, and all calls succeed."""
+    children, server = Children(), Server()
+    server.start()
+    with ConnectionManager() as manager:
+        channel = manager.get_or_create(server.config)
+
+        def try_in_vain() -> None:
+            failed = error_of(lambda: channel.unary_unary(ECHO)(b"a", timeout=0.3))
+            assert isinstance(failed, (grpc.RpcError, ManagerClosed)), failed
+
+        call(channel)
+        server.kill()
+        with Callers(channel, timeout=30.0) as callers:
+            eventually(lambda: callers.errors.total() > 0)  # until a caller has noticed
+            children.make(try_in_vain, forks)
+            noticed = callers.errors.total()
+            server.start()
+            call(channel)
+        later = callers.errors.total() - noticed
+        children.make(partial(call, channel), forks)
+        assert channel.generation == 2
+    server.kill()
+    return report(children, noticed=noticed, later=later)
+
+
+def report(children: Children, **more: Any) -> Report:
+    took = sorted(children.took)
+    return {"ends": children.ends, "forks": [took[0], took[-1]] if took else [], **more}
+
+
+SCENARIOS: dict[str, Callable[[Config, int], Report]] = {
+    **{
+        scenario.__name__: scenario
+        for scenario in (
+            *(quiet, lazy, grandchildren, several_forking, pooled, moving, unused, locked),
+            *(calling, silent, disabled, with_asyncio, waiting, recovering),
+        )
+    },
+    **{kind: partial(at_work, kind) for kind in WORK},
 }
 
 

@@ -1,24 +1,18 @@
-"""Helpers for the tests of both handlers: connected generations, and waits."""
+"""Helpers of many tests: the methods of the echo server, waits, and reports of failures."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from functools import partial
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.rpc._config import ConnectionConfig
-from moored.rpc._dial import make_aio_channel, make_channel, ready
-from moored.rpc._generations import Generations
-from moored.rpc._handler import Handler
-from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live_channel import LiveChannel
+from moored.rpc import AsyncHandler, Handler
 
 __all__ = [
     "ACCEPT",
@@ -38,13 +32,9 @@ __all__ = [
     "eventually",
     "loss_noticed",
     "loss_noticed_async",
-    "new_aio_live",
-    "new_live",
-    "opened",
     "own_threads",
+    "report_broken",
 ]
-
-H = TypeVar("H", bound=Generations)
 
 (ECHO, SLEEP, FAIL, METADATA, LIMIT, PID, COUNT, ENDLESS, COLLECT, CHAT, MEET, MOST, ACCEPT) = (
     f"/test.Echo/{name}"
@@ -53,26 +43,6 @@ H = TypeVar("H", bound=Generations)
         *("Count", "Endless", "Collect", "Chat", "Meet", "Most", "Accept"),
     )
 )
-
-_numbers = itertools.count(1)
-
-
-def new_live(uri: str, number: int = 0) -> LiveChannel:
-    """Make the next generation, connected."""
-    config = ConnectionConfig.from_uri(uri)
-    number = number or next(_numbers)
-    channel = make_channel(config, number)
-    asyncio.run(asyncio.wait_for(ready(channel), 10))
-    return LiveChannel(number, channel, config.address)
-
-
-async def new_aio_live(uri: str, number: int = 0) -> LiveChannel:
-    """The same for asyncio."""
-    config = ConnectionConfig.from_uri(uri)
-    number = number or next(_numbers)
-    channel = make_aio_channel(config, number)
-    await asyncio.wait_for(ready(channel), 10)
-    return LiveChannel(number, channel, config.address)
 
 
 def descriptors() -> int:
@@ -119,14 +89,10 @@ async def loss_noticed_async(channel: Handler | AsyncHandler) -> None:
 def _fail_again(channel: Handler | AsyncHandler, generation: int) -> None:
     nothing = grpc.aio.Metadata()
     error = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, nothing, nothing, "Socket closed")
-    assert channel._on_rpc_error is not None
-    channel._on_rpc_error(error, generation)
+    report_broken(channel, error, generation)
 
 
-def opened(handler: H, live: LiveChannel | None = None, **callbacks: Any) -> H:
-    """Give a handler the callbacks and the first generation that it gets from a manager."""
-    for name, callback in callbacks.items():
-        setattr(handler, f"_{name}", callback)
-    if live is not None:
-        handler._swap(live)
-    return handler
+def report_broken(channel: Handler | AsyncHandler, error: BaseException, generation: int) -> None:
+    """Report an error of a generation, as a call over it would."""
+    background = channel.gate.background
+    background.posting.post(partial(background.broken, channel.endpoint, generation, error))

@@ -87,6 +87,8 @@ class Channel:
         self.dead = False
         self.closed = False
         self.calls = 0
+        #: How many calls its live server has answered with UNAVAILABLE.
+        self.unavailable = 0
         world.open.add(self)
 
     @property
@@ -152,6 +154,7 @@ class Call:
                 self.channel.dead = True
                 self._code = grpc.StatusCode.UNAVAILABLE
             elif self.channel.world.busy[self.channel.address]:
+                self.channel.unavailable += 1
                 self._code = grpc.StatusCode.UNAVAILABLE
             elif self._token != str(self.channel.world.token):
                 self._code = grpc.StatusCode.UNAUTHENTICATED

@@ -37,7 +37,7 @@ class Threads:
     async def run(self, function: Any, *given: Any, **named: Any) -> Any:
         """Run a function that may block, and wait until its changes are made, on the loop."""
         answer = await _in_a_thread(function, *given, **named)
-        while self.manager._scheduled:
+        while self.manager._queue.scheduled:
             # What is submitted later runs later.
             await asyncio.wrap_future(LoopThread.shared().submit(asyncio.sleep(0)))
         return answer

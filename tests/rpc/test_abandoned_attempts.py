@@ -70,7 +70,7 @@ async def test_short_timeout_of_one_caller_does_not_shorten_the_attempt(
     async with kind() as side:
         await side.get(ConnectionConfig.from_uri(echo.uri), timeout=3.0)
         (managed,) = side.manager._table
-        assert managed.connect_timeout == side.manager._policy.connect_timeout
+        assert managed.connect_timeout == side.manager._options.connect_timeout
 
 
 async def test_channel_made_after_its_attempt_was_abandoned_is_closed(echo: EchoServer) -> None:

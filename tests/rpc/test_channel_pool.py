@@ -96,7 +96,7 @@ async def test_error_of_one_channel_replaces_all(kind: Kind) -> None:
     with EchoServer(streams=STREAMS) as server:
         async with kind(channels=2) as side:
             channel = await side.get(config(server))
-            old = channel._live
+            old = channel.endpoint.live
             server.kill()
             with pytest.raises(grpc.RpcError):
                 await side.call(channel, ECHO, b"", 5.0)
@@ -105,7 +105,7 @@ async def test_error_of_one_channel_replaces_all(kind: Kind) -> None:
             assert sorted((await meet(side, channel, 8)).values()) == [4, 4]
             assert channel.generation == 2
             async with asyncio.timeout(LIMIT):
-                while not old.closed or old in channel._retiring:  # noqa: ASYNC110
+                while not old.closed or old in channel.endpoint.old:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
             for lane in lanes_of(old.channel):
                 assert await _is_closed(side, lane)
@@ -197,7 +197,7 @@ async def test_all_channels_of_a_pool_lead_to_the_same_primary(
     async with kind(channels=3, fetch_topology=StaticTopology([echo.uri])) as side:
         channel = await side.get(ConnectionConfig.from_uri("http://cluster.test"))
         assert channel.address == echo.address
-        assert len(lanes_of(channel._live.channel)) == 3
+        assert len(lanes_of(channel.endpoint.live.channel)) == 3
         assert len(await meet(side, channel, 3)) == 3
 
 
@@ -213,7 +213,7 @@ async def test_idle_pool_is_healthy_if_all_channels_are(kind: Kind, echo: EchoSe
         channel = await side.get(config(echo))
         await asyncio.sleep(0.2)
         assert await side.get(config(echo)) is channel
-        assert set(asked) == set(lanes_of(channel._live.channel))
+        assert set(asked) == set(lanes_of(channel.endpoint.live.channel))
         assert channel.generation == 1
 
 
@@ -221,7 +221,7 @@ async def test_idle_pool_is_healthy_if_all_channels_are(kind: Kind, echo: EchoSe
 async def test_single_channel_is_not_wrapped_in_a_pool(kind: Kind, echo: EchoServer) -> None:
     async with kind() as side:
         channel = await side.get(config(echo))
-        assert not isinstance(channel._live.channel, (ChannelPool, AioChannelPool))
+        assert not isinstance(channel.endpoint.live.channel, (ChannelPool, AioChannelPool))
 
 
 def test_invalid_number_of_channels_is_refused() -> None:

@@ -42,7 +42,7 @@ def test_close_of_a_thread_manager_lets_calls_in_flight_finish(echo: EchoServer)
 async def test_endless_call_delays_close_by_a_limit_only(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.rpc._background.CLOSING", 0.1)
+    monkeypatch.setattr("moored.rpc._endpoint.CLOSING", 0.1)
     manager = AsyncConnectionManager()
     channel = await manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
     call = channel.unary_stream("/test.Echo/Endless")(b"0.01")
@@ -55,7 +55,7 @@ async def test_endless_call_delays_close_by_a_limit_only(
 def test_endless_call_of_threads_delays_close_by_a_limit_only(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.rpc._background.CLOSING", 0.1)
+    monkeypatch.setattr("moored.rpc._endpoint.CLOSING", 0.1)
     manager = ConnectionManager()
     channel = manager.get_or_create(ConnectionConfig.from_uri(echo.uri))
     numbers = channel.unary_stream("/test.Echo/Endless")(b"0.01")

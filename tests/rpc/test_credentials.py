@@ -183,7 +183,7 @@ async def test_call_that_began_before_a_refresh_causes_no_second_one(
             "the caller may retry with the new token"
         )
         assert credentials.refreshes == 1
-        assert not channel._refusals.refused
+        assert not channel.endpoint.refusals.refused
 
 
 # -- no endless retries ------------------------------------------------------------

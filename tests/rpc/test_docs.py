@@ -19,7 +19,7 @@ from tests.docs import pages
 from tests.docs.pages import block_with, blocks
 
 from moored.rpc import ConnectionConfig, ConnectionManager, RetryInterceptor
-from moored.rpc._core import CHART
+from moored.rpc._endpoint import CHART
 from moored.rpc.calls._retry import RETRIED_CODES
 
 from .handlers import ECHO, FAIL, PID
@@ -75,7 +75,7 @@ async def test_application_survives_a_restart_of_its_server(
         assert (await client.get("/ready")).status_code == 200
         server.kill()
         assert (await client.get("/live")).status_code == 200
-        while page["app"].state.manager.get_stats()["connections"][0]["state"].startswith("ready"):
+        while page["app"].state.manager.get_stats()["connections"][0]["state"].startswith("up"):
             assert (await client.get("/ready")).status_code == 503
         late = await client.get("/once/ann")
         assert (late.status_code, late.json()) == (504, {"error": "DEADLINE_EXCEEDED"})
@@ -245,7 +245,7 @@ def test_state_chart_of_the_page_is_that_of_the_code() -> None:
 def test_program_of_the_topic_runs(echo: EchoServer) -> None:
     names: dict[str, Any] = {"VectorServiceStub": lambda channel: channel}
     first, apart, repeated = blocks(TOPIC)
-    block = first.replace("https://user:pass@vectors:19530/mydb", echo.uri)
+    block = first.replace("https://user:pass@vectors:19530", echo.uri)
     exec(block, names)
     assert names["stub"].unary_unary(ECHO)(b"hello", timeout=LIMIT) == b"hello"
     assert isinstance(names["stub"], grpc.Channel)

@@ -9,7 +9,8 @@ import json
 import sys
 import threading
 import tracemalloc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 import pytest
 
-from moored.rpc._dial import TokenCredentials
-from moored.rpc._errors import ConnectFailed, ManagerClosed
-from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live_channel import LiveChannel
+from moored.rpc import (
+    AsyncConnectionManager,
+    AsyncHandler,
+    ConnectFailed,
+    ManagerClosed,
+    TokenCredentials,
+)
 from moored.testing import scaled
 
 from .handlers import (
@@ -35,12 +39,13 @@ from .handlers import (
     PID,
     SLEEP,
     descriptors,
-    new_aio_live,
-    opened,
+    loss_noticed_async,
 )
+from .harness import AsyncHarness, FakeAioChannel
 from .servers import EchoServer, make_stubs
+from .sides import config_of
 
-Make = Callable[..., AsyncHandler]
+Make = Callable[..., Awaitable[AsyncHarness]]
 
 CANCELLED = grpc.StatusCode.CANCELLED
 OK = grpc.StatusCode.OK
@@ -48,35 +53,36 @@ OK = grpc.StatusCode.OK
 
 @pytest.fixture
 async def make() -> AsyncIterator[Make]:
-    """Handlers that are closed at the end."""
-    made: list[AsyncHandler] = []
+    """Harnesses that are closed at the end."""
+    async with AsyncExitStack() as made:
 
-    def make(live: LiveChannel | None = None, **named: Any) -> AsyncHandler:
-        callbacks = {name: named.pop(name) for name in [*named] if name.startswith("on_")}
-        made.append(opened(AsyncHandler(**named), live, **callbacks))
-        return made[-1]
+        async def make(first: Any = None, **options: Any) -> AsyncHarness:
+            harness = await made.enter_async_context(AsyncHarness(**options))
+            if first is not None:
+                await harness.swap(first)
+            return harness
 
-    yield make
-    for handler in made:
-        handler._shut(0.0)
-        await asyncio.wait_for(handler._wait_closed(), 10)
-        assert handler.calls == 0
+        yield make
 
 
 @pytest.fixture
-async def handler(make: Make, echo: EchoServer) -> AsyncHandler:
-    return make(await new_aio_live(echo.uri))
+async def harness(make: Make, echo: EchoServer) -> AsyncHarness:
+    return await make(echo.uri)
 
 
 @pytest.fixture(params=["connected", "connecting"])
-async def either(request: pytest.FixtureRequest, make: Make, echo: EchoServer) -> AsyncHandler:
-    """A handler that has a generation, or gets one soon after the call has begun."""
-    live = await new_aio_live(echo.uri)
+async def each(request: pytest.FixtureRequest, make: Make, echo: EchoServer) -> AsyncHarness:
+    """A harness that is connected, or connects when the first call has begun."""
     if request.param == "connected":
-        return make(live)
-    handler = make()
-    asyncio.get_running_loop().call_later(0.05, handler._swap, live)
-    return handler
+        return await make(echo.uri)
+    harness = await make()
+    harness.feed(echo.uri)
+    return harness
+
+
+@pytest.fixture
+async def either(each: AsyncHarness) -> AsyncHandler:
+    return each.handler
 
 
 # -- it is a channel -------------------------------------------------------------------------------
@@ -153,26 +159,24 @@ async def test_bidirectional_stream_can_be_read_and_written(either: AsyncHandler
     assert await call.code() is OK
 
 
-async def test_failed_call_is_raised_and_reported(either: AsyncHandler) -> None:
-    reported: list[tuple[grpc.StatusCode, str]] = []
-    either._on_rpc_error = lambda error, number: reported.append((error.code(), error.details()))
-    call = either.unary_unary(FAIL)(b"ABORTED")
+async def test_failed_call_is_raised_and_reported(each: AsyncHarness) -> None:
+    handler, code = each.handler, grpc.StatusCode.ABORTED
+    call = handler.unary_unary(FAIL)(b"ABORTED")
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
-    assert raised.value.code() is grpc.StatusCode.ABORTED
-    assert (await call.code(), await call.details()) == (grpc.StatusCode.ABORTED, "as asked")
-    assert reported == [(grpc.StatusCode.ABORTED, "as asked")]
+    assert raised.value.code() is code
+    assert (await call.code(), await call.details()) == (code, "as asked")
+    ((error, generation),) = each.reported
+    assert (error.code(), error.details(), generation) == (code, "as asked", 1)
     with pytest.raises(grpc.aio.AioRpcError):
-        assert [each async for each in either.unary_stream(COUNT)(b"2 ABORTED")]
-    assert len(reported) == 2
-    assert either.calls == 0
+        assert [number async for number in handler.unary_stream(COUNT)(b"2 ABORTED")]
+    assert len(each.reported) == 2
+    assert handler.calls == 0
 
 
-async def test_cancelled_call_is_not_reported_as_an_error(either: AsyncHandler) -> None:
+async def test_cancelled_call_is_not_reported_as_an_error(each: AsyncHarness) -> None:
     ended: list[Any] = []
-    reported: list[int] = []
-    either._on_rpc_error = lambda error, number: reported.append(number)
-    call = either.unary_unary(SLEEP)(b"60")
+    call = each.handler.unary_unary(SLEEP)(b"60")
     call.add_done_callback(ended.append)
     assert call.cancel()
     assert not call.cancel()
@@ -183,7 +187,7 @@ async def test_cancelled_call_is_not_reported_as_an_error(either: AsyncHandler) 
     assert await call.code() is CANCELLED
     assert "cancelled" in await call.details()
     assert ended == [call]
-    assert reported == []
+    assert each.reported == []
 
 
 async def test_cancelling_the_awaiting_task_cancels_the_call(either: AsyncHandler) -> None:
@@ -231,35 +235,35 @@ async def test_generated_stubs_accept_it(
     messages = importlib.import_module("greeter_pb2")
     services = importlib.import_module("greeter_pb2_grpc")
     with EchoServer(stubs=folder) as server:
-        handler = make()
-        stub = services.GreeterStub(handler)
+        harness = await make()
+        stub = services.GreeterStub(harness.handler)
         for _ in range(2):
             waiting = stub.Greet(messages.Name(name="you"), timeout=10)
-            handler._swap(await new_aio_live(server.uri))
+            await harness.swap(server.uri)
             assert (await waiting).text == "hello you"
             texts = [each.text async for each in stub.GreetMany(messages.Name(name="you"))]
             assert texts == ["hello you 0", "hello you 1", "hello you 2"]
-            handler._lose()
+            harness.lose()
     for name in ("greeter_pb2", "greeter_pb2_grpc"):
         sys.modules.pop(name)
 
 
 async def test_state_changes_are_reported(make: Make, echo: EchoServer) -> None:
-    handler = make()
-    states = grpc.ChannelConnectivity
-    assert handler.get_state() is states.CONNECTING
+    harness, states = await make(), grpc.ChannelConnectivity
+    handler = harness.handler
+    assert handler.get_state() is states.IDLE
+    assert handler.get_state(try_to_connect=True) is states.CONNECTING
     change = asyncio.create_task(handler.wait_for_state_change(states.CONNECTING))
     waiting = asyncio.create_task(handler.channel_ready())
-    handler._swap(await new_aio_live(echo.uri))
+    await harness.swap(echo.uri)
     await asyncio.wait_for(change, 10)
     await asyncio.wait_for(waiting, 10)
     assert handler.get_state() is states.READY
     change = asyncio.create_task(handler.wait_for_state_change(states.READY))
     await asyncio.sleep(0)
-    handler._swap(await new_aio_live(echo.uri))
+    await harness.swap(echo.uri)
     assert not change.done()
-    async with handler:
-        pass
+    await harness.manager.close()
     await asyncio.wait_for(change, 10)
     assert handler.get_state() is states.SHUTDOWN
     with pytest.raises(ManagerClosed):
@@ -271,8 +275,7 @@ async def test_state_changes_are_reported(make: Make, echo: EchoServer) -> None:
 
 async def test_credentials_are_added_to_each_call(make: Make, echo: EchoServer) -> None:
     token = TokenCredentials("first")
-    handler = make(await new_aio_live(echo.uri), credentials=token)
-    ask = handler.unary_unary(METADATA)
+    ask = (await make(echo.uri, credentials=token)).handler.unary_unary(METADATA)
     assert ["authorization", "first"] in json.loads(await ask(b""))
     token.replace("second")
     both = json.loads(await ask(b"", metadata=grpc.aio.Metadata(("mine", "1"))))
@@ -291,8 +294,7 @@ async def test_async_credentials_are_awaited_within_the_timeout(
             return (("authorization", "fresh"),)
 
     awaited = Awaited()
-    handler = make(await new_aio_live(echo.uri), credentials=awaited)
-    ask = handler.unary_unary(METADATA)
+    ask = (await make(echo.uri, credentials=awaited)).handler.unary_unary(METADATA)
     assert ["authorization", "fresh"] in json.loads(await ask(b""))
     awaited.delay = 60.0
     with pytest.raises(grpc.aio.AioRpcError) as raised:
@@ -304,29 +306,27 @@ async def test_async_credentials_are_awaited_within_the_timeout(
 
 
 async def test_call_gets_the_remaining_time_after_its_wait(make: Make, echo: EchoServer) -> None:
-    waits: list[int] = []
-    handler = make(on_waiting=waits.append)
-    call = handler.unary_unary(LIMIT)(b"", timeout=10)
-    live = await new_aio_live(echo.uri)
+    harness = await make()
+    call = harness.handler.unary_unary(LIMIT)(b"", timeout=10)
     await asyncio.sleep(1.0)
-    assert waits == [1]
-    handler._swap(live)
+    assert harness.endpoint.waiting == 1
+    await harness.swap(echo.uri)
     # gRPC rounds the timeout that it sends.
     assert 3 < float(await call) < 9.5
-    assert waits == [1, -1]
+    assert harness.endpoint.waiting == 0
 
 
 async def test_waiting_call_ends_with_its_timeout(make: Make) -> None:
-    handler = make(address="db:1")
-    handler._lose(ConnectFailed("refused"))
+    harness = await make(FakeAioChannel())
+    harness.lose(ConnectFailed("refused"))
     ended: list[Any] = []
-    call = handler.unary_unary(ECHO)(b"", timeout=0.05)
+    call = harness.handler.unary_unary(ECHO)(b"", timeout=0.05)
     call.add_done_callback(ended.append)
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call
     assert raised.value.code() is await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert isinstance(raised.value, ConnectFailed)
-    assert "db:1" in await call.details()
+    assert "north:1" in await call.details()
     assert "refused" in await call.debug_error_string()
     assert "refused" in str(raised.value)
     assert len(await call.initial_metadata()) == len(await call.trailing_metadata()) == 0
@@ -336,39 +336,52 @@ async def test_waiting_call_ends_with_its_timeout(make: Make) -> None:
     assert "failed" in repr(call)
     with pytest.raises(grpc.aio.AioRpcError):
         await call.wait_for_connection()
-    stream = handler.stream_stream(CHAT)(timeout=0.05)
+    stream = harness.handler.stream_stream(CHAT)(timeout=0.05)
     with pytest.raises(ConnectFailed):
         await stream.write(b"")
     with pytest.raises(ConnectFailed):
         assert [each async for each in stream]
+    assert harness.endpoint.waiting == 0
 
 
-async def test_call_without_a_timeout_waits_for_the_wait_limit(make: Make) -> None:
-    call = make(wait_limit=0.05).unary_unary(ECHO)(b"")
+async def test_call_without_a_timeout_waits_for_the_connect_timeout(make: Make) -> None:
+    call = (await make(connect_timeout=0.05)).handler.unary_unary(ECHO)(b"")
     assert await call.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_close_fails_waiting_calls(make: Make) -> None:
-    handler = make()
-    call = handler.unary_unary(ECHO)(b"")
-    await handler.close()
+async def test_close_of_the_manager_fails_waiting_calls(make: Make) -> None:
+    harness = await make()
+    call = harness.handler.unary_unary(ECHO)(b"")
+    await harness.manager.close()
     with pytest.raises(ManagerClosed):
         await call
     with pytest.raises(ManagerClosed):
-        handler.unary_unary(ECHO)(b"")
+        harness.handler.unary_unary(ECHO)(b"")
 
 
-async def test_close_of_a_shared_handler_releases_it(make: Make, echo: EchoServer) -> None:
-    released: list[None] = []
+async def test_close_of_a_dedicated_channel_fails_its_waiting_calls() -> None:
+    with EchoServer() as server:
+        async with AsyncConnectionManager() as manager:
+            channel = await manager.get_or_create(config_of(server), dedicated=True)
+            server.kill()
+            await loss_noticed_async(channel)
+            call = channel.unary_unary(ECHO)(b"", timeout=30)
+            await asyncio.sleep(0)
+            assert channel.endpoint.waiting == 1
+            await channel.close()
+            with pytest.raises(ManagerClosed):
+                await asyncio.wait_for(call, 10)
+            assert manager.get_stats()["total_connections"] == 0
 
-    async def release() -> None:
-        released.append(None)
 
-    handler = make(await new_aio_live(echo.uri), on_close=release)
-    async with handler:
-        pass
-    assert released == [None]
-    assert await handler.unary_unary(ECHO)(b"a") == b"a"
+async def test_close_of_a_shared_handler_releases_it(echo: EchoServer) -> None:
+    async with AsyncConnectionManager() as manager:
+        for _ in range(2):
+            handler = await manager.get_or_create(config_of(echo))
+        async with handler:
+            pass
+        assert manager.get_stats()["connections"][0]["client_count"] == 1
+        assert await handler.unary_unary(ECHO)(b"a") == b"a"
 
 
 # -- swaps -----------------------------------------------------------------------------------------
@@ -376,88 +389,80 @@ async def test_close_of_a_shared_handler_releases_it(make: Make, echo: EchoServe
 
 async def test_calls_use_the_new_generation_after_a_swap(make: Make) -> None:
     with EchoServer() as one, EchoServer() as other:
-        handler = make(await new_aio_live(one.uri, 1))
-        ask = handler.unary_unary(PID)
+        harness = await make(one.uri)
+        handler, ask = harness.handler, harness.handler.unary_unary(PID)
         assert int(await ask(b"")) == one.pid
-        handler._swap(await new_aio_live(other.uri, 2))
+        await harness.swap(other.uri)
         assert int(await ask(b"")) == other.pid
         assert (handler.generation, handler.address) == (2, other.address)
         assert repr(handler) == f"<AsyncHandler to {other.address}: generation 2, 0 calls>"
 
 
 async def test_replaced_generation_finishes_its_calls_and_is_closed(
-    make: Make, echo: EchoServer
+    harness: AsyncHarness, echo: EchoServer
 ) -> None:
-    old = await new_aio_live(echo.uri)
-    handler = make(old)
+    handler, old = harness.handler, harness.live
     numbers = handler.unary_stream(ENDLESS)(b"0.01")
     assert await numbers.read() == b"0"
     call = handler.unary_unary(SLEEP)(b"0.3")
-    handler._swap(await new_aio_live(echo.uri))
+    await harness.swap(echo.uri)
     assert await numbers.read() == b"1"
     assert await call == b"0.3"
     assert ": retired, 1 calls" in repr(old)
     numbers.cancel()
-    await asyncio.wait_for(handler._wait_closed(), 10)
+    await harness.wait_closed()
     assert old.closed
     assert old.channel.get_state() is grpc.ChannelConnectivity.SHUTDOWN
 
 
-async def elsewhere(echo: EchoServer) -> LiveChannel:
-    """Make a generation whose address is that of another server."""
-    live = await new_aio_live(echo.uri)
-    live.address = "elsewhere:1"
-    return live
-
-
 async def test_calls_to_another_server_that_exceed_the_grace_are_cut(
-    make: Make, echo: EchoServer
+    harness: AsyncHarness, echo: EchoServer
 ) -> None:
-    handler = make(await new_aio_live(echo.uri), grace=0.2)
-    call = handler.unary_unary(SLEEP)(b"60")
-    handler._swap(await elsewhere(echo))
+    call = harness.handler.unary_unary(SLEEP)(b"60")
+    await harness.swap(echo.uri, "elsewhere:1")
+    harness.leap(29.0)
+    assert await harness.handler.unary_unary(ECHO)(b"a") == b"a"
+    assert not call.done()
+    harness.leap(1.0)
     with pytest.raises(grpc.RpcError) as raised:
         await asyncio.wait_for(call, 10)
     assert raised.value.code() is grpc.StatusCode.UNAVAILABLE
-    await asyncio.wait_for(handler._wait_closed(), 10)
-    assert await handler.unary_unary(ECHO)(b"a") == b"a"
+    await harness.wait_closed()
+    assert await harness.handler.unary_unary(ECHO)(b"a") == b"a"
 
 
 async def test_garbage_collected_stream_keeps_its_generation_until_the_grace_ends(
-    make: Make, echo: EchoServer
+    harness: AsyncHarness, echo: EchoServer
 ) -> None:
     # gRPC keeps a reference to an asyncio call until it ends.
-    old = await new_aio_live(echo.uri)
-    handler = make(old, grace=0.2)
-    numbers = handler.unary_stream(ENDLESS)(b"0.01")
+    old = harness.live
+    numbers = harness.handler.unary_stream(ENDLESS)(b"0.01")
     await numbers.read()
-    handler._swap(await elsewhere(echo))
+    await harness.swap(echo.uri, "elsewhere:1")
     del numbers
     gc.collect()
-    await asyncio.wait_for(handler._wait_closed(), 10)
+    harness.leap(30.0)
+    await harness.wait_closed()
     assert old.calls == []
 
 
 async def test_call_to_a_killed_server_fails_and_is_reported(make: Make) -> None:
-    reported: list[grpc.StatusCode] = []
     with EchoServer() as server:
-        handler = make(
-            await new_aio_live(server.uri),
-            on_rpc_error=lambda error, number: reported.append(error.code()),
-        )
-        call = handler.unary_unary(SLEEP)(b"60")
-        assert [each async for each in handler.unary_stream(COUNT)(b"1")] == [b"0"]
+        harness = await make(server.uri)
+        call = harness.handler.unary_unary(SLEEP)(b"60")
+        numbers = harness.handler.unary_stream(COUNT)(b"1")
+        assert [each async for each in numbers] == [b"0"]
         server.kill()
         with pytest.raises(grpc.aio.AioRpcError):
             await asyncio.wait_for(call, 10)
-        assert reported == [grpc.StatusCode.UNAVAILABLE]
+        assert [error.code() for error, _ in harness.reported] == [grpc.StatusCode.UNAVAILABLE]
 
 
 async def test_no_call_is_lost_while_tasks_call_and_generations_change(
     make: Make, echo: EchoServer
 ) -> None:
-    handler = make()
-    ended = asyncio.Event()
+    harness, ended = await make(), asyncio.Event()
+    handler = harness.handler
 
     async def work() -> int:
         ask, count, done = handler.unary_unary(ECHO), handler.unary_stream(COUNT), 0
@@ -470,34 +475,36 @@ async def test_no_call_is_lost_while_tasks_call_and_generations_change(
     async with asyncio.TaskGroup() as group:
         workers = [group.create_task(work()) for _ in range(10)]
         for _ in range(scaled(40, least=10)):
-            handler._swap(await new_aio_live(echo.uri))
+            await harness.swap(echo.uri)
             await handler.unary_unary(ECHO)(b"")
-            handler._lose()
-        handler._swap(await new_aio_live(echo.uri))
+            harness.lose()
+        await harness.swap(echo.uri)
         ended.set()
     assert all(worker.result() > 0 for worker in workers)
-    await asyncio.wait_for(handler._wait_closed(), 10)
+    await harness.wait_closed()
 
 
 @pytest.mark.soak
-async def test_descriptors_threads_and_memory_stay_flat(make: Make, echo: EchoServer) -> None:
-    handler = make(await new_aio_live(echo.uri))
+async def test_descriptors_threads_and_memory_stay_flat(
+    harness: AsyncHarness, echo: EchoServer
+) -> None:
+    handler = harness.handler
     ask, count = handler.unary_unary(ECHO), handler.unary_stream(COUNT)
 
     async def cycle(times: int) -> tuple[int, int, int]:
         for _ in range(times):
             numbers = count(b"3")
             assert await numbers.read() == b"0"
-            handler._swap(await new_aio_live(echo.uri))
+            await harness.swap(echo.uri)
             assert await ask(b"a") == b"a"
             assert await numbers.read() == b"1"
-            handler._lose()
+            harness.lose()
             waiting = ask(b"b")
-            handler._swap(await new_aio_live(echo.uri))
+            await harness.swap(echo.uri)
             assert await waiting == b"b"
             assert await numbers.read() == b"2"
             assert await numbers.read() is grpc.aio.EOF
-        await asyncio.wait_for(handler._wait_closed(), 10)
+        await harness.wait_closed()
         gc.collect()
         return descriptors(), threading.active_count(), tracemalloc.get_traced_memory()[0]
 

@@ -21,8 +21,8 @@ import pytest
 
 from moored.kernel import Clock
 from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager
-from moored.rpc._core import PROVEN
-from moored.rpc._handler import Handler
+from moored.rpc._background import Background
+from moored.rpc._endpoint import PAUSES, Endpoint, Live
 from moored.testing import mutant, scaled
 
 from .handlers import ECHO, FAIL, descriptors, own_threads
@@ -62,7 +62,7 @@ class Leaping(Clock):
         super().__init__(lambda: time.monotonic() + self.ahead)
 
     def leap(self) -> None:
-        self.ahead += PROVEN
+        self.ahead += PAUSES.proven
 
 
 @contextmanager
@@ -180,15 +180,15 @@ def test_repeated_recoveries_leak_nothing(echo: EchoServer) -> None:
 _leaked: list[Any] = []
 
 
-def _leaves_channels_open(self: Handler, live: Any) -> None:
+async def _leaves_channels_open(self: Background, endpoint: Endpoint, live: Live) -> None:
     """Keep the channel of a replaced generation open."""
     _leaked.append(live.channel)
-    with self._changed:
-        self._retiring.pop(live, None)
-        self._changed.notify_all()
+    self._gone(endpoint, live)
 
 
-@mutant(Handler, "_close_channel", _leaves_channels_open, name="replaced channels are never closed")
+@mutant(
+    Background, "_close_channel", _leaves_channels_open, name="replaced channels are never closed"
+)
 def test_mutant_that_never_closes_channels_is_caught(echo: EchoServer) -> None:
     config = ConnectionConfig.from_uri(echo.uri)
     try:

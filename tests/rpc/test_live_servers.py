@@ -249,7 +249,7 @@ async def test_cut_call_under_a_channel_interceptor_ends_with_unavailable(
 async def test_stream_cut_by_closing_the_manager_ends_with_unavailable(
     kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.rpc._background.CLOSING", GRACE)
+    monkeypatch.setattr("moored.rpc._endpoint.CLOSING", GRACE)
     side = kind()
     channel = await side.get(config_of(echo))
     reader = Reader(side, channel)

@@ -172,7 +172,7 @@ async def test_linger_follows_the_injected_clock(kind: Kind, echo: EchoServer) -
 async def test_many_connections_close_in_the_time_of_one(
     kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("moored.rpc._background.CLOSING", 1.0)
+    monkeypatch.setattr("moored.rpc._endpoint.CLOSING", 1.0)
     async with kind() as side:
         channels = [
             await side.get(config_of(echo), dedicated=True, timeout=LIMIT) for _ in range(12)

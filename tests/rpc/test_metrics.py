@@ -15,11 +15,12 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from moored.kernel import Event
+from moored.kernel.prometheus import LinksCollector
 from moored.rpc import ConnectFailed, ConnectionConfig, ConnectionManager, Member, Topology
 from moored.rpc._counters import Counters
 from moored.rpc.prometheus import _COUNTERS, RpcCollector
 
-from .handlers import ECHO, loss_noticed_async
+from .handlers import ECHO, loss_noticed_async, report_broken
 from .servers import EchoServer
 from .sides import LIMIT, SIDES, Aio, Threads
 
@@ -36,7 +37,10 @@ class Client:
 class Scrape:
     """The metrics of a collector, parsed."""
 
-    def __init__(self, collector: RpcCollector) -> None:
+    def __init__(
+        self, collector: RpcCollector | LinksCollector, prefix: str = "moored_rpc_"
+    ) -> None:
+        self._prefix = prefix
         registry = CollectorRegistry()
         registry.register(collector)
         self.text = generate_latest(registry).decode()
@@ -46,11 +50,11 @@ class Scrape:
             for sample in family.samples
         ]
 
-    def __call__(self, name: str, **labels: str) -> float | None:
+    def __call__(self, name: str, /, **labels: str) -> float | None:
         found = [
             sample.value
             for sample in self._samples
-            if sample.name == f"moored_rpc_{name}" and sample.labels == labels
+            if sample.name == f"{self._prefix}{name}" and sample.labels == labels
         ]
         assert len(found) <= 1, f"{name} has two values for one label set"
         return found[0] if found else None
@@ -103,8 +107,9 @@ async def test_outage_is_recorded_step_by_step(kind: Kind) -> None:
         async with kind() as side:
             channel = await side.get(config(server))
             assert recorded(side, server) == [
-                ("at connecting / dialling", ""),
-                ("at ready / serving", "generation 1 is connected"),
+                ("at off / resting", ""),
+                ("at connecting / dialing", "a caller needs it"),
+                ("at up / serving", "generation 1 is connected"),
             ]
             server.kill()
             assert await loses(side, channel) is grpc.StatusCode.UNAVAILABLE
@@ -112,15 +117,15 @@ async def test_outage_is_recorded_step_by_step(kind: Kind) -> None:
             assert set(await asyncio.gather(*unsent)) == {grpc.StatusCode.DEADLINE_EXCEEDED}
             server.start()
             assert await side.call(channel, ECHO, b"hello") == b"hello"
-        events = recorded(side, server)[2:]
+        events = recorded(side, server)[3:]
         texts = [text for text, _ in events]
-        assert texts[0] in ("at recovering / waiting", "at recovering / dialling")
-        assert texts[-2:] == ["at ready / serving", "at closed"]
+        assert texts[0] in ("at down / waiting", "at connecting / dialing")
+        assert texts[-2:] == ["at up / serving", "at off / stopped"]
         assert texts.count("calls are not sent: no connection within their timeout") == 1
         assert all(why for _, why in events), "an event has no cause"
         assert events[-2:] == [
-            ("at ready / serving", "generation 2 is connected"),
-            ("at closed", "everything is closed"),
+            ("at up / serving", "generation 2 is connected"),
+            ("at off / stopped", "everything is closed"),
         ]
         now = counters(side)
         assert (now["connects"], now["recoveries"], now["calls_unsent"]) == (2, 1, 5)
@@ -137,8 +142,8 @@ async def test_probes_are_recorded(kind: Kind) -> None:
             for healthy in (True, False):  # noqa: B007 - the probe looks at it
                 await asyncio.sleep(0.2)
                 await side.get(config(server), timeout=LIMIT)
-        assert ("at ready / probing", "it was idle for too long") in recorded(side, server)
-        assert ("at ready / serving", "the server answers") in recorded(side, server)
+        assert ("at up / probing", "it was idle for too long") in recorded(side, server)
+        assert ("at up / serving", "the server answers") in recorded(side, server)
         causes = [why for _, why in recorded(side, server)]
         assert "the server did not answer the probe" in causes
         now = counters(side)
@@ -155,8 +160,8 @@ async def test_renewal_and_idle_close_are_recorded(kind: Kind, echo: EchoServer)
         del client
         gc.collect()
         await until(lambda: side.manager.get_stats()["total_connections"] == 0)
-        assert ("at ready / renewing", "the channel is old") in recorded(side, echo)
-        await until(lambda: recorded(side, echo)[-1] == ("at closed", "no client uses it"))
+        assert ("at up / renewing", "the channel is old") in recorded(side, echo)
+        await until(lambda: recorded(side, echo)[-1] == ("at off / resting", "no client uses it"))
         now = counters(side)
         assert now["renewals"] == now["connects"] - 1 >= 1
         assert now["recoveries"] == 0
@@ -201,7 +206,7 @@ async def test_move_of_the_primary_is_recorded(kind: Kind) -> None:
             version, primary = 2, south
             (managed,) = side.manager._table
             managed.strategy._refresher.trigger()
-            await until(lambda: channel.address == south.address and channel._live is not None)
+            await until(lambda: channel.address == south.address and channel.generation)
             assert await side.call(channel, ECHO, b"hello") == b"hello"
             now = counters(side)
             assert (now["moves"], now["topology_fetches"]) == (1, 2)
@@ -257,7 +262,7 @@ async def test_error_of_an_old_generation_is_counted_and_changes_nothing(
         old = grpc.aio.AioRpcError(
             grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
         )
-        channel._on_rpc_error(old, 1)
+        report_broken(channel, old, 1)
         now = counters(side)
         assert (now["stale_errors"], now["recoveries"]) == (1, 0)
 
@@ -275,7 +280,7 @@ async def test_token_is_shown_nowhere(kind: Kind) -> None:
                 str(side.manager.get_stats()),
                 str([each.as_dict() for each in side.manager.recorder.events()]),
                 side.manager.recorder.explain(f"rpc.{server.address}"),
-                repr(side.manager) + repr(channel) + repr(channel._refusals),
+                repr(side.manager) + repr(channel) + repr(channel.endpoint),
             ]
             for text in shown:
                 assert SECRET not in text
@@ -317,7 +322,8 @@ async def test_metrics_sum_several_managers(kind: Kind, echo: EchoServer) -> Non
         await until(lambda: channel.calls == 1)
         scrape = Scrape(collector)
         here = {"address": echo.address}
-        assert scrape("connections", **here, state="ready") == 3.0
+        links = Scrape(LinksCollector(side.manager, other.manager), "moored_")
+        assert links("links", system="rpc", name=echo.address, state="up/serving") == 3.0
         assert scrape("clients", **here) == 3.0
         assert scrape("calls", **here) == 1.0
         assert scrape("waiting", **here) == 0.0

@@ -25,17 +25,17 @@ def own_instance() -> Iterator[None]:
 
 
 def test_channel_opens_an_address(echo: EchoServer) -> None:
-    channel = rpc.channel(echo.address, timeout=LIMIT)
+    channel = rpc.channel(echo.address, connect=True, timeout=LIMIT)
     assert isinstance(channel, grpc.Channel)
     assert channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
     assert rpc.channel(f"http://{echo.address}") is channel
 
 
 async def test_aio_channel_opens_an_address(echo: EchoServer) -> None:
-    channel = await rpc.aio.channel(echo.address, timeout=LIMIT)
+    channel = await rpc.aio.channel(echo.address, connect=True, timeout=LIMIT)
     assert isinstance(channel, grpc.aio.Channel)
     assert await channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
-    assert await rpc.aio.channel(echo.address) is channel
+    assert await rpc.aio.channel(echo.address, connect=True) is channel
     await rpc.AsyncConnectionManager.get_instance().close()
 
 
@@ -51,7 +51,9 @@ def test_channel_with_tls_argument_is_encrypted(authority: Path, own: bool) -> N
         options: dict[str, Any] = {"tls": True, "ca": ca}
         if own:
             options = {"tls": grpc.ssl_channel_credentials(ca)}
-        channel = rpc.channel(server.address, server_name="server.test", timeout=LIMIT, **options)
+        channel = rpc.channel(
+            server.address, server_name="server.test", connect=True, timeout=LIMIT, **options
+        )
         assert channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
         assert rpc.channel(server.address, server_name="server.test", **options) is channel
 
@@ -64,7 +66,7 @@ async def test_aio_channel_with_tls_argument_is_encrypted(authority: Path, own: 
         if own:
             options = {"tls": grpc.ssl_channel_credentials(ca)}
         options["server_name"] = "server.test"
-        channel = await rpc.aio.channel(server.address, timeout=LIMIT, **options)
+        channel = await rpc.aio.channel(server.address, connect=True, timeout=LIMIT, **options)
         assert await channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
         await rpc.AsyncConnectionManager.get_instance().close()
 

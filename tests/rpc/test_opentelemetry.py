@@ -70,8 +70,8 @@ def test_calls_of_threads_are_traced(
 ) -> None:
     with ConnectionManager(channels=lanes) as manager:
         held = channel = manager.get_or_create(config_of(echo))
-        assert held._live is not None
-        (lane, *_) = lanes_of(held._live.channel)
+        assert held.endpoint.live is not None
+        (lane, *_) = lanes_of(held.endpoint.live.channel)
         assert ("opentelemetry" in type(lane).__module__) == (place == "under")
         if place == "around":
             channel = intercept_channel(held, client_interceptor(traces.provider))  # type: ignore[no-untyped-call]

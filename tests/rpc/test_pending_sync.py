@@ -12,9 +12,10 @@ import grpc  # type: ignore[import-untyped]
 import pytest
 
 from moored.kernel import LoopThread
-from moored.rpc import ConnectFailed, ConnectionManager, Handler, ManagerClosed
+from moored.rpc import ConfigError, ConnectFailed, ConnectionManager, Handler, ManagerClosed
 
-from .handlers import CHAT, COLLECT, COUNT, ECHO, eventually, loss_noticed, new_live
+from .handlers import CHAT, COLLECT, COUNT, ECHO, eventually, loss_noticed
+from .harness import Harness
 from .servers import EchoServer
 from .sides import LIMIT, config_of
 
@@ -25,11 +26,15 @@ DEADLINE = grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 @pytest.fixture
-def waiting() -> Iterator[Handler]:
-    """A handler that has no connection."""
-    handler = Handler(address="north:1")
-    yield handler
-    handler._shut(0.0)
+def harness() -> Iterator[Harness]:
+    """A manager whose handler has no connection."""
+    with Harness() as harness:
+        yield harness
+
+
+@pytest.fixture
+def waiting(harness: Harness) -> Handler:
+    return harness.handler
 
 
 def begin(handler: Handler, kind: str, timeout: float | None = LONG) -> Any:
@@ -51,8 +56,9 @@ KINDS = [*FUTURES, *STREAMS]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_call_returns_immediately_and_begins_with_a_connection(
-    kind: str, waiting: Handler, echo: EchoServer
+    kind: str, harness: Harness, echo: EchoServer
 ) -> None:
+    waiting = harness.handler
     began = time.monotonic()
     call = begin(waiting, kind)
     assert time.monotonic() - began < AT_ONCE
@@ -65,7 +71,7 @@ def test_call_returns_immediately_and_begins_with_a_connection(
     assert "waits" in repr(call)
     callbacks: list[Any] = []
     call.add_done_callback(callbacks.append)
-    waiting._swap(new_live(echo.uri))
+    harness.swap(echo.uri)
     if kind in FUTURES:
         assert call.result(LIMIT) == FUTURES[kind]
         assert call.exception(LIMIT) is None
@@ -94,10 +100,11 @@ def test_call_that_times_out_fails_in_the_future_or_at_the_first_read(
     assert (call.code(), call.done(), call.cancelled()) == (DEADLINE, True, False)
     assert ended.wait(LIMIT)
     assert not call.add_callback(ended.set)
-    assert waiting._pending == []
+    assert waiting.gate.pending == []
 
 
-def test_call_cancelled_before_it_begins_never_begins(waiting: Handler, echo: EchoServer) -> None:
+def test_call_cancelled_before_it_begins_never_begins(harness: Harness, echo: EchoServer) -> None:
+    waiting = harness.handler
     future, stream = begin(waiting, "unary future"), begin(waiting, "unary stream")
     assert future.cancel()
     assert stream.cancel()
@@ -107,31 +114,31 @@ def test_call_cancelled_before_it_begins_never_begins(waiting: Handler, echo: Ec
     with pytest.raises(grpc.FutureCancelledError):
         future.exception()
     assert stream.code() is grpc.StatusCode.CANCELLED
-    live = new_live(echo.uri)
-    waiting._swap(live)
-    eventually(lambda: not waiting._pending and not live.calls)
+    live = harness.swap(echo.uri)
+    eventually(lambda: not waiting.gate.pending and not live.calls)
 
 
 def test_cancelled_call_is_forgotten_immediately(waiting: Handler) -> None:
     begin(waiting, "unary future").cancel()
-    assert waiting._pending == []
+    assert waiting.gate.pending == []
 
 
 def test_call_that_cannot_be_made_does_not_hold_up_the_others(
-    waiting: Handler, echo: EchoServer
+    harness: Harness, echo: EchoServer
 ) -> None:
     """Its error has no callbacks, and its own done callback raises."""
 
     def refuse(request: object) -> bytes:
         raise ValueError("cannot be serialized")
 
+    waiting = harness.handler
     future = waiting.unary_unary(ECHO, request_serializer=refuse).future(b"", LONG)
     stream = waiting.unary_stream(COUNT, request_serializer=refuse)(b"", LONG)
     future.add_done_callback(lambda done: done.result())
     called = threading.Event()
     stream.add_callback(called.set)
     last = begin(waiting, "unary future")
-    waiting._swap(new_live(echo.uri))
+    harness.swap(echo.uri)
     assert last.result(LIMIT) == b"a"
     for read in (future.result, stream.__next__):
         with pytest.raises(grpc.RpcError) as raised:
@@ -143,11 +150,12 @@ def test_call_that_cannot_be_made_does_not_hold_up_the_others(
 
 @pytest.mark.parametrize("expires", [True, False])
 def test_callback_of_a_failed_call_may_wait_for_the_manager(
-    waiting: Handler, expires: bool, caplog: pytest.LogCaptureFixture
+    harness: Harness, expires: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop thread, which fails the calls, must not wait for their callbacks."""
     loop, waited = LoopThread.shared(), threading.Event()
-    calls = [begin(waiting, "unary future", 0.05 if expires else LONG) for _ in range(2)]
+    timeout = 0.05 if expires else LONG
+    calls = [begin(harness.handler, "unary future", timeout) for _ in range(2)]
 
     def wait(call: Any) -> None:
         loop.run(asyncio.sleep(0), LIMIT)
@@ -157,11 +165,8 @@ def test_callback_of_a_failed_call_may_wait_for_the_manager(
     for call in calls:
         call.add_done_callback(wait)
 
-    async def fail() -> None:
-        waiting._fail_waiting(ValueError("no such certificate"))
-
     if not expires:
-        loop.run(fail(), LIMIT)
+        harness.feed(ConfigError("no such certificate"))
     for call in calls:
         assert isinstance(call.exception(LIMIT), ConnectFailed)
     assert waited.wait(LIMIT)
@@ -175,18 +180,18 @@ def test_waiting_for_a_future_can_time_out(waiting: Handler) -> None:
             ask(0.01)
 
 
-def test_close_fails_waiting_calls(waiting: Handler) -> None:
-    call = begin(waiting, "unary future")
-    waiting._shut(0.0)
+def test_close_fails_waiting_calls(harness: Harness) -> None:
+    call = begin(harness.handler, "unary future")
+    harness.manager.close()
     with pytest.raises(grpc.RpcError, match="is closed"):
         call.result(LIMIT)
     with pytest.raises(ManagerClosed):
-        begin(waiting, "unary future")
+        begin(harness.handler, "unary future")
 
 
-def test_permanent_error_fails_waiting_calls(waiting: Handler) -> None:
-    call = begin(waiting, "unary stream")
-    waiting._fail_waiting(ValueError("no such certificate"))
+def test_permanent_error_fails_waiting_calls(harness: Harness) -> None:
+    call = begin(harness.handler, "unary stream")
+    harness.feed(ConfigError("no such certificate"))
     with pytest.raises(grpc.RpcError, match="no such certificate"):
         next(call)
 
@@ -196,15 +201,13 @@ def test_exception_of_credentials_is_raised_in_the_future(echo: EchoServer) -> N
         def metadata(self) -> tuple[tuple[str, str], ...]:
             raise KeyError("no token")
 
-    handler = Handler(address="north:1", credentials=Broken())
-    call = begin(handler, "unary future")
-    live = new_live(echo.uri)
-    handler._swap(live)
-    with pytest.raises(KeyError, match="no token"):
-        call.result(LIMIT)
-    assert isinstance(call.exception(), KeyError)
-    eventually(lambda: not live.calls)
-    handler._shut(0.0)
+    with Harness(credentials=Broken()) as harness:
+        call = begin(harness.handler, "unary future")
+        live = harness.swap(echo.uri)
+        with pytest.raises(KeyError, match="no token"):
+            call.result(LIMIT)
+        assert isinstance(call.exception(), KeyError)
+        eventually(lambda: not live.calls)
 
 
 def test_waiting_calls_are_counted_and_succeed_after_an_outage() -> None:
@@ -218,10 +221,5 @@ def test_waiting_calls_are_counted_and_succeed_after_an_outage() -> None:
         server.start()
         assert [call.result(LIMIT) for call in calls[:2]] == list(FUTURES.values())
         assert [list(call) for call in calls[2:]] == list(STREAMS.values())
-        managed = manager._table.of(channel)
-        assert managed is not None
-        deadline = time.monotonic() + LIMIT
-        while managed.core.waiting:  # a change that the calls have posted
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: channel.endpoint.waiting == 0)
         assert manager.get_stats()["counters"]["calls_waited"] >= 4

@@ -26,6 +26,7 @@ from moored.rpc import (
     Handler,
     retry_on_rpc_failure,
 )
+from moored.rpc._manager import ChangeQueue
 from moored.testing import mutant, scaled
 
 from .handlers import ECHO, ENDLESS, FAIL, eventually
@@ -219,7 +220,7 @@ def close_everything(trapped: TrappedManager, limit: float) -> None:
         trapped.trap.set(Client(lambda me: trapped.manager.close_all()), patience)
         trapped.trap.ahead += 1000.0
         trapped.manager.get_or_create(trapped.config, timeout=LIMIT)
-        eventually(lambda managed=managed: managed.core.closed, limit)  # type: ignore[misc]
+        eventually(lambda managed=managed: managed.machine.at("stopped"), limit)  # type: ignore[misc]
     assert trapped.trap.sprung == PLACES
 
 
@@ -232,17 +233,17 @@ def test_close_all_in_a_finalizer_inside_a_state_change_works(
     assert not finalizer_errors
 
 
-def _changes_within_a_change(self: ConnectionManager, change: Callable[[], object]) -> None:
+def _changes_within_a_change(self: ChangeQueue, change: Callable[[], object]) -> None:
     if LoopThread.shared().is_current:
         change()
     else:
-        _change(self, change)
+        _post(self, change)
 
 
-_change = ConnectionManager._change
+_post = ChangeQueue.post
 
 
-@mutant(ConnectionManager, "_change", _changes_within_a_change, name="state changes nest")
+@mutant(ChangeQueue, "post", _changes_within_a_change, name="state changes nest")
 def test_mutant_with_nested_state_changes_is_caught(
     trapped: TrappedManager, finalizer_errors: list[Any]
 ) -> None:
@@ -262,7 +263,7 @@ def test_call_in_a_finalizer_inside_a_state_change_fails_instead_of_waiting(
             trapped.channel.unary_unary(ECHO)(b"bye", timeout=2 * SOON)
         ended.append(caught.value)
 
-    trapped.channel._lose()
+    trapped.channel.gate.live = None
     trapped.trap.set(Client(finalize), 0)
     within(SOON, lambda: look(trapped))
     assert [error.code() for error in ended] == [grpc.StatusCode.FAILED_PRECONDITION]
@@ -290,7 +291,7 @@ def test_retry_in_a_finalizer_inside_a_state_change_is_refused(
         ended.append(trapped.manager.handle_error(channel, Refused(), timeout=2 * SOON))
 
     if lost:
-        channel._lose()
+        channel.gate.live = None
     trapped.trap.set(Client(finalize), 0)
     within(SOON, lambda: look(trapped))
     codes = grpc.StatusCode
@@ -309,7 +310,7 @@ def test_release_under_a_handlers_lock_does_not_deadlock(echo: EchoServer) -> No
         both = threading.Barrier(2)
 
         def collect() -> None:
-            with channel._changed:
+            with channel.gate.changed:
                 both.wait(LIMIT)
                 channel.close()
 
@@ -361,7 +362,7 @@ def test_close_of_a_channel_does_not_wait_for_its_calls(
     echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only `close_all` waits for calls in flight."""
-    monkeypatch.setattr("moored.rpc._background.CLOSING", LIMIT)
+    monkeypatch.setattr("moored.rpc._endpoint.CLOSING", LIMIT)
     config = ConnectionConfig.from_uri(echo.uri)
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config, dedicated=True, timeout=LIMIT)
@@ -439,7 +440,7 @@ EXIT_WITH_WAITING_CALLS = (
     )
     .replace(
         "            self.ending,",
-        """            self.channel._lose()
+        """            self.channel.gate.live = None
             self.waits = (
                 lambda: manager.get_or_create(config, dedicated=True),
                 lambda: self.channel.unary_unary("/test/Echo")(b"bye"),

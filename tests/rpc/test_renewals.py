@@ -15,7 +15,7 @@ from moored.rpc import (
     ConnectionConfig,
     StaticTopology,
 )
-from moored.rpc._background import Background
+from moored.rpc._endpoint import Endpoint
 from moored.rpc.topology._follower import Follower
 from moored.testing import Sim, assert_caught, mutant, scaled, simulate
 
@@ -58,17 +58,17 @@ def test_failed_renewal_is_retried_soon() -> None:
     simulate(renewals_that_fail, seeds=scaled(100, least=3))
 
 
-def _waits_for_a_whole_age(self: Background, managed: Any, *, again: bool = False) -> None:
-    _set_age_timer(self, managed)
+def _waits_for_a_whole_age(self: Endpoint, now: float, *, again: bool = False) -> None:
+    _age(self, now)
 
 
-_set_age_timer = Background._set_age_timer
+_age = Endpoint._age
 
 
 def test_mutant_that_waits_a_whole_max_age_is_caught() -> None:
     planted = mutant(
-        Background,
-        "_set_age_timer",
+        Endpoint,
+        "_age",
         _waits_for_a_whole_age,
         name="a failed renewal waits for another max_age",
     )

@@ -1,167 +1,150 @@
-"""A replaced generation is closed once, after its calls or its grace, by its own process."""
+"""A replaced channel is closed once, after its calls or its grace, by its own process."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
+import pytest
 
-from moored.kernel import Generation
-from moored.rpc._channel_pool import ChannelPool
-from moored.rpc._handler import Handler
-from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live_channel import LiveChannel
+from moored.kernel import Clock, Recorder, awaited
+from moored.rpc import ConnectionConfig
+from moored.rpc._channel_pool import AioChannelPool, ChannelPool
+from moored.rpc._endpoint import CLOSING, Act, Endpoint, Live, Order
 
-from .handlers import opened
+from .handlers import eventually
+from .harness import ADDRESS, AsyncHarness, FakeAioChannel, FakeChannel, Harness
 
-
-class Channel:
-    """A connected channel that counts how often it is closed."""
-
-    def __init__(self) -> None:
-        self.closed = 0
-
-    def get_state(self) -> grpc.ChannelConnectivity:
-        return grpc.ChannelConnectivity.READY
-
-    def close(self) -> None:
-        self.closed += 1
+both = pytest.mark.parametrize("aio", [False, True], ids=["Threads", "Aio"])
 
 
-class AioChannel(Channel):
-    async def close(self, grace: float | None = None) -> None:  # type: ignore[override]
-        self.closed += 1
-
-
-class ManualTimers:
-    """Collects the timers of a handler; the test fires them."""
-
-    def __init__(self) -> None:
-        self.set: list[tuple[float, Callable[[], None]]] = []
-        self.off: list[int] = []
-
-    def later(self, delay: float, act: Callable[[], None]) -> Callable[[], object]:
-        number = len(self.set)
-        self.set.append((delay, act))
-        return lambda: self.off.append(number)
-
-    def fire(self, number: int) -> None:
-        self.set[number][1]()
-
-
-def busy(channel: Any) -> LiveChannel:
-    """Make a generation with a call in flight."""
-    live = LiveChannel(1, channel, "north:1")
+def replaced(grace: float = 30.0) -> tuple[Endpoint, Live]:
+    """Return an endpoint whose first channel, with a call in flight, was replaced at time 10."""
+    config = ConnectionConfig.from_uri(f"http://{ADDRESS}")
+    endpoint = Endpoint(config, Clock.system(), Recorder(), grace=grace)
+    (dial,) = endpoint.connect(0.0)
+    endpoint.dialed(dial.attempt, FakeChannel(), ADDRESS, 0.0)
+    live = endpoint.live
+    assert live is not None
     live.calls.append(None)
-    return live
+    (dial,) = endpoint.renew("the program asks for it", 10.0)
+    endpoint.dialed(dial.attempt, FakeChannel(), ADDRESS, 10.0)
+    assert endpoint.old == [live]
+    return endpoint, live
 
 
-class Lost(Channel):
-    def get_state(self) -> grpc.ChannelConnectivity:
-        return grpc.ChannelConnectivity.IDLE
+@pytest.mark.parametrize("grace", [30.0, 1.0])
+def test_close_gives_the_calls_of_a_replaced_channel_their_full_time(grace: float) -> None:
+    endpoint, live = replaced(grace)
+    now = 10.0 + grace - 0.5
+    endpoint.close("everything is closed", now)
+    assert endpoint.next_at == now + CLOSING
+    assert endpoint.due(now + CLOSING - 0.1) == []
+    assert Order(Act.CLOSE, live=live) in endpoint.due(now + CLOSING)
 
 
-def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_is_up() -> None:
-    for channels, closed in (([Channel(), Lost()], 0), ([Lost(), Lost()], 1)):
-        timers, pool = ManualTimers(), ChannelPool(channels)
-        handler = opened(Handler(grace=1.0, later=timers.later), busy(pool))
-        handler._swap(LiveChannel(2, Channel(), "north:1"))
-        timers.fire(0)
-        for act in [act for delay, act in timers.set if not delay]:
-            act()
-        assert [each.closed for each in channels] == [closed] * 2
+def test_second_close_does_not_prolong_the_time_of_calls() -> None:
+    endpoint, _ = replaced()
+    endpoint.close("it was released", 20.0)
+    assert endpoint.close("everything is closed", 21.0) == []
+    assert endpoint.next_at == 20.0 + CLOSING
 
 
-def retired() -> tuple[Handler, LiveChannel, ManualTimers]:
-    """Return a handler whose first generation was replaced by one to the same server."""
-    timers, live = ManualTimers(), busy(Channel())
-    handler = opened(Handler(grace=1.0, later=timers.later), live)
-    handler._swap(LiveChannel(2, Channel(), "north:1"))
-    return handler, live, timers
-
-
-def test_close_restarts_the_grace_of_a_replaced_generation() -> None:
-    handler, _, timers = retired()
-    handler._shut(5.0)
-    assert [delay for delay, _ in timers.set] == [1.0, 5.0, 0.0]
-    assert timers.off == [0]
-
-
-def test_grace_that_ends_during_the_close_closes_the_channel_once() -> None:
-    handler, live, timers = retired()
+@pytest.mark.parametrize("call_first", [False, True])
+def test_time_that_ends_with_the_last_call_closes_the_channel_once(call_first: bool) -> None:
+    endpoint, live = replaced()
+    endpoint.close("everything is closed", 20.0)
     live.leave()
-    timers.fire(0)
-    assert [delay for delay, _ in timers.set] == [1.0, 0.0]
-    timers.fire(1)
-    assert live.channel.closed == 1
-    assert handler._wait_closed(0.0)
+    orders = endpoint.ended(live, 0.0) if call_first else []
+    orders += endpoint.due(30.0)
+    orders += endpoint.ended(live, 0.0)
+    assert [each for each in orders if each.live is live] == [Order(Act.CLOSE, live=live)]
 
 
-def test_grace_that_ends_after_the_close_changes_nothing() -> None:
-    handler, live, timers = retired()
+def test_review_that_ends_after_the_last_call_changes_nothing() -> None:
+    endpoint, live = replaced()
+    assert endpoint.due(40.0) == [Order(Act.REVIEW, live=live)]
     live.leave()
-    timers.fire(1)
-    timers.fire(0)
-    assert live.channel.closed == 1
-    assert handler._wait_closed(0.0)
+    assert endpoint.ended(live, 0.0) == [Order(Act.CLOSE, live=live)]
+    assert endpoint.reviewed(live, False, 40.0) == []
 
 
 def test_call_that_ends_in_a_forked_child_closes_no_inherited_channel() -> None:
-    handler, live, timers = retired()
-    handler.reset()
+    endpoint, live = replaced()
+    endpoint.forked()
     live.leave()
-    assert len(timers.set) == 1
+    assert endpoint.ended(live, 0.0) == []
 
 
-def test_handler_with_a_call_in_flight_does_not_sleep() -> None:
-    live = busy(Channel())
-    handler = opened(Handler(), live)
-    assert handler._detach(Generation()) is None
-    assert handler._is_open
-    live.leave()
-    heir = handler._detach(Generation())
-    assert heir is not None
-    assert heir._live is live
-    assert not handler._is_open
+# -- in a manager ----------------------------------------------------------------------------------
 
 
-async def retired_async() -> tuple[AsyncHandler, LiveChannel]:
-    """See `retired`."""
-    live = busy(AioChannel())
-    handler = opened(AsyncHandler(grace=30.0), live)
-    handler._swap(LiveChannel(2, AioChannel(), "north:1"))
-    return handler, live
+def fake(aio: bool, *, connected: bool = True) -> FakeChannel:
+    return (FakeAioChannel if aio else FakeChannel)(connected=connected)
 
 
-async def test_close_restarts_the_grace_of_a_replaced_generation_async() -> None:
-    handler, live = await retired_async()
-    cancel: Any = handler._retiring[live]
-    handler._shut(60.0)
-    assert cancel.__self__.cancelled()
-    live.leave()
-    await handler._wait_closed()
+@asynccontextmanager
+async def opened(aio: bool, channel: Any) -> AsyncIterator[tuple[Any, Live]]:
+    """Open a harness of one kind; its first generation, over this channel, has a call in flight."""
+    harness: Any = (AsyncHarness if aio else Harness)()
+    try:
+        live = await awaited(harness.swap(channel))
+        live.calls.append(None)
+        yield harness, live
+    finally:
+        await awaited(harness.manager.close())
+
+
+async def grace_ends(harness: Any, live: Live) -> None:
+    """Let the grace of a replaced channel end, and wait until the manager has reviewed it."""
+    harness.leap(31.0)
+    now = harness.clock.monotonic()
+
+    def reviewed() -> bool:
+        return live.closed or live.until is None or live.until > now
+
+    await asyncio.to_thread(eventually, reviewed)
+
+
+@both
+async def test_replaced_channel_is_closed_once_after_its_last_call(aio: bool) -> None:
+    async with opened(aio, fake(aio)) as (harness, live):
+        await awaited(harness.swap(fake(aio)))
+        await grace_ends(harness, live)
+        assert not live.closed, "its connection is alive"
+        live.leave()
+        await awaited(harness.wait_closed())
+        assert live.channel.closed == 1
+        harness.leap(31.0)
     assert live.channel.closed == 1
 
 
-async def test_grace_that_ends_during_the_close_closes_the_channel_once_async() -> None:
-    handler, live = await retired_async()
-    handler._shut(60.0)
-    live.leave()
-    handler._grace_over(live)
-    await handler._wait_closed()
-    await asyncio.gather(*handler._closing)
-    assert live.channel.closed == 1
+@both
+async def test_calls_over_a_pool_are_not_cut_while_one_of_its_connections_is_up(aio: bool) -> None:
+    for connected, closed in ([True, False], 0), ([False, False], 1):
+        lanes = [fake(aio, connected=each) for each in connected]
+        async with opened(aio, (AioChannelPool if aio else ChannelPool)(lanes)) as (harness, live):
+            await awaited(harness.swap(fake(aio)))
+            await grace_ends(harness, live)
+            if closed:
+                await awaited(harness.wait_closed())
+            assert [each.closed for each in lanes] == [closed] * 2
+            live.leave()
+        assert [each.closed for each in lanes] == [1, 1]
 
 
-async def test_handler_with_a_call_in_flight_does_not_sleep_async() -> None:
-    live = busy(AioChannel())
-    handler = opened(AsyncHandler(), live)
-    assert handler._detach(Generation()) is None
-    assert handler._is_open
-    live.leave()
-    heir = handler._detach(Generation())
-    assert heir is not None
-    assert heir._live is live
-    assert not handler._is_open
+@both
+async def test_connection_with_a_call_in_flight_does_not_sleep(aio: bool) -> None:
+    async with opened(aio, fake(aio)) as (harness, live):
+        await awaited(harness.manager.release(harness.handler))
+        for _ in range(3):
+            harness.leap(100.0)
+        assert harness.handler.generation == 1
+        live.leave()
+        for _ in range(2):
+            harness.leap(100.0)
+        await awaited(harness.wait_closed())
+        assert harness.endpoint.resting
+        assert live.channel.closed == 1

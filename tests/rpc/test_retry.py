@@ -1,7 +1,4 @@
-"""Retried calls with a real server that is killed and restarted; the caller's timeout is the limit.
-
-A small manager stands in for the real one: it dials after a reported failure, one at a time.
-"""
+"""Retried calls: a real server is killed and restarted, and the caller's timeout is the limit."""
 
 from __future__ import annotations
 
@@ -16,12 +13,8 @@ import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 import pytest
 
-from moored.rpc._config import ConnectionConfig
-from moored.rpc._dial import close_channel, make_aio_channel, make_channel, ready
-from moored.rpc._errors import ConfigError, ConnectFailed
-from moored.rpc._handler import Handler
-from moored.rpc._handler_async import AsyncHandler
-from moored.rpc._live_channel import LiveChannel
+from moored.rpc import AsyncConnectionManager, ConfigError, ConnectionManager, Handler
+from moored.rpc._dial import make_channel
 from moored.rpc.calls._intercept_async import intercept_aio_channel
 from moored.rpc.calls._retry import (
     AsyncRetryInterceptor,
@@ -29,50 +22,12 @@ from moored.rpc.calls._retry import (
     retry_on_rpc_failure,
 )
 
-from .handlers import ECHO, FAIL, LIMIT, new_aio_live, new_live, opened
+from .handlers import ECHO, FAIL, LIMIT
+from .harness import AsyncHarness
 from .servers import EchoServer
+from .sides import config_of
 
 UNAVAILABLE, ABORTED = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.ABORTED
-
-
-class Recovery:
-    """Dials a server again when a call has failed, on its own loop."""
-
-    def __init__(self, uri: str, make: Any, handler: Any) -> None:
-        self.handler = handler
-        self.connects = 0
-        self._config = ConnectionConfig.from_uri(uri)
-        self._make = make
-        self._loop = asyncio.get_running_loop()
-        self._task: asyncio.Task[None] | None = None
-        handler._on_rpc_error = self._tell
-
-    def _tell(self, error: grpc.RpcError, number: int) -> None:
-        if error.code() is UNAVAILABLE:
-            self._loop.call_soon_threadsafe(self._begin, error, number)
-
-    def _begin(self, error: grpc.RpcError, number: int) -> None:
-        if number == self.handler.generation:
-            self.handler._lose(error)
-            self._task = asyncio.create_task(self.dial(number + 1))
-
-    async def dial(self, number: int) -> None:
-        while True:
-            channel = self._make(self._config, number)
-            try:
-                await ready(channel)
-            except ConnectFailed:
-                await close_channel(channel)
-                await asyncio.sleep(0.05)
-            else:
-                self.connects += 1
-                self.handler._swap(LiveChannel(number, channel, self._config.address))
-                return
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
 
 
 @pytest.fixture
@@ -87,24 +42,31 @@ def server() -> Iterator[EchoServer]:
 
 
 @pytest.fixture
-async def recovery(server: EchoServer) -> AsyncIterator[Recovery]:
-    """A recovery for calls of threads, on the loop of the test."""
-    recovery = Recovery(server.uri, make_channel, Handler())
-    await recovery.dial(1)
-    yield recovery
-    await recovery.close()
-    recovery.handler._shut(0.0)
-    assert await asyncio.to_thread(recovery.handler._wait_closed, 10)
+def manager() -> Iterator[ConnectionManager]:
+    with ConnectionManager() as manager:
+        yield manager
 
 
 @pytest.fixture
-async def aio(server: EchoServer) -> AsyncIterator[Recovery]:
-    recovery = Recovery(server.uri, make_aio_channel, AsyncHandler())
-    await recovery.dial(1)
-    yield recovery
-    await recovery.close()
-    recovery.handler._shut(0.0)
-    await recovery.handler._wait_closed()
+async def aio() -> AsyncIterator[AsyncConnectionManager]:
+    async with AsyncConnectionManager() as manager:
+        yield manager
+
+
+@pytest.fixture
+def handler(manager: ConnectionManager, echo: EchoServer) -> Handler:
+    return manager.get_or_create(config_of(echo))
+
+
+class Reported:
+    """A `classify` function that records the codes of failed calls; no error ends a connection."""
+
+    def __init__(self) -> None:
+        self.codes: list[grpc.StatusCode] = []
+
+    def __call__(self, error: Any) -> bool:
+        self.codes.append(error.code())
+        return False
 
 
 class Client:
@@ -145,46 +107,48 @@ class AsyncClient:
 # -- an outage -------------------------------------------------------------------------------------
 
 
-async def test_threads_that_call_during_an_outage_succeed(
-    server: EchoServer, recovery: Recovery
+def test_threads_that_call_during_an_outage_succeed(
+    server: EchoServer, manager: ConnectionManager
 ) -> None:
-    client = Client(recovery.handler)
+    client = Client(manager.get_or_create(config_of(server)))
     with ThreadPoolExecutor(20) as pool:
         server.kill()
         answers = [pool.submit(client.echo, b"a", timeout=30) for _ in range(20)]
         # The outage lasts as long as the start of the new server.
-        await asyncio.to_thread(server.start)
-        loop = asyncio.get_running_loop()
-        got = await asyncio.gather(*(asyncio.wrap_future(each, loop=loop) for each in answers))
-    assert got == [b"a"] * 20
-    assert recovery.connects == 2
+        server.start()
+        assert [each.result() for each in answers] == [b"a"] * 20
+    assert manager.get_stats()["counters"]["connects"] == 2
 
 
-async def test_tasks_that_call_during_an_outage_succeed(server: EchoServer, aio: Recovery) -> None:
-    client = AsyncClient(aio.handler)
+async def test_tasks_that_call_during_an_outage_succeed(
+    server: EchoServer, aio: AsyncConnectionManager
+) -> None:
+    client = AsyncClient(await aio.get_or_create(config_of(server)))
     server.kill()
     answers = [asyncio.create_task(client.echo(b"a", timeout=30)) for _ in range(20)]
     await asyncio.to_thread(server.start)
     assert await asyncio.gather(*answers) == [b"a"] * 20
-    assert aio.connects == 2
+    assert aio.get_stats()["counters"]["connects"] == 2
 
 
-async def test_interceptor_for_threads_retries_during_an_outage(
-    server: EchoServer, recovery: Recovery
+def test_interceptor_for_threads_retries_during_an_outage(
+    server: EchoServer, manager: ConnectionManager
 ) -> None:
-    handler = recovery.handler
+    handler = manager.get_or_create(config_of(server))
     ask = grpc.intercept_channel(handler, RetryInterceptor(handler)).unary_unary(ECHO)
     server.kill()
-    answer = asyncio.create_task(asyncio.to_thread(ask, b"a", timeout=30))
-    await asyncio.to_thread(server.start)
-    assert await answer == b"a"
-    assert await asyncio.to_thread(ask.future(b"b").result, 10) == b"b"
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, b"a", timeout=30)
+        server.start()
+        assert answer.result() == b"a"
+    assert ask.future(b"b").result(10) == b"b"
 
 
 async def test_interceptor_for_asyncio_retries_during_an_outage(
-    server: EchoServer, aio: Recovery
+    server: EchoServer, aio: AsyncConnectionManager
 ) -> None:
-    channel = intercept_aio_channel(aio.handler, AsyncRetryInterceptor(aio.handler))
+    handler = await aio.get_or_create(config_of(server))
+    channel = intercept_aio_channel(handler, AsyncRetryInterceptor(handler))
     ask = channel.unary_unary(ECHO)
     server.kill()
     call = ask(b"a", timeout=30)
@@ -198,41 +162,42 @@ async def test_interceptor_for_asyncio_retries_during_an_outage(
 # -- limits ------------------------------------------------------------
 
 
-async def test_timeout_ends_the_retries(
-    server: EchoServer, recovery: Recovery, aio: Recovery
-) -> None:
+def test_timeout_ends_the_retries(server: EchoServer, manager: ConnectionManager) -> None:
+    client = Client(manager.get_or_create(config_of(server)))
     server.kill()
     began = time.monotonic()
     with pytest.raises(grpc.RpcError) as raised:
-        await asyncio.to_thread(Client(recovery.handler).echo, b"a", timeout=1.0)
-    took = time.monotonic() - began
+        client.echo(b"a", timeout=1.0)
     assert raised.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, UNAVAILABLE)
-    assert 0.9 < took < 10
-    began = time.monotonic()
-    with pytest.raises(grpc.aio.AioRpcError):
-        await AsyncClient(aio.handler).echo(b"a", timeout=1.0)
     assert 0.9 < time.monotonic() - began < 10
 
 
-async def test_failed_recovery_does_not_end_the_retries(
-    server: EchoServer, recovery: Recovery
+async def test_timeout_ends_the_retries_for_asyncio(
+    server: EchoServer, aio: AsyncConnectionManager
 ) -> None:
-    # Each try fails immediately: there is no handler to wait for.
-    channel = make_channel(ConnectionConfig.from_uri(server.uri), 99)
+    client = AsyncClient(await aio.get_or_create(config_of(server)))
     server.kill()
-
-    @retry_on_rpc_failure
-    def echo(timeout: float) -> Any:
-        return channel.unary_unary(ECHO)(b"a", timeout=timeout)
-
-    answer = asyncio.create_task(asyncio.to_thread(echo, timeout=30.0))
-    await asyncio.to_thread(server.start)
-    assert await answer == b"a"
-    await close_channel(channel)
+    began = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError):
+        await client.echo(b"a", timeout=1.0)
+    assert 0.9 < time.monotonic() - began < 10
 
 
-def test_each_try_gets_the_remaining_time(echo: EchoServer) -> None:
-    handler = opened(Handler(), new_live(echo.uri))
+def test_failed_recovery_does_not_end_the_retries(server: EchoServer) -> None:
+    # Each try fails immediately: there is no handler to wait for.
+    with make_channel(config_of(server), 99) as channel, ThreadPoolExecutor(1) as pool:
+        server.kill()
+
+        @retry_on_rpc_failure
+        def echo(timeout: float) -> Any:
+            return channel.unary_unary(ECHO)(b"a", timeout=timeout)
+
+        answer = pool.submit(echo, timeout=30.0)
+        server.start()
+        assert answer.result() == b"a"
+
+
+def test_each_try_gets_the_remaining_time(handler: Handler) -> None:
     given: list[float] = []
 
     @retry_on_rpc_failure(handler=handler, codes=[ABORTED], initial_backoff=0.05)
@@ -247,69 +212,98 @@ def test_each_try_gets_the_remaining_time(echo: EchoServer) -> None:
     # gRPC rounds the timeout that it sends.
     assert limit(timeout=30.0) <= given[2] * 1.05
     assert given[0] > given[1] + 0.03 > given[2] + 0.06
-    handler._shut(0.0)
-    handler._wait_closed(10)
 
 
-def test_number_of_tries_is_limited_without_a_timeout(echo: EchoServer) -> None:
-    handler = opened(Handler(), new_live(echo.uri))
+class Timeouts(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Records the timeout of each try; the third one fails with an error that is not retried."""
+
+    def __init__(self) -> None:
+        self.given: list[float] = []
+
+    def intercept_unary_unary(self, go_on: Any, details: Any, request: Any) -> Any:
+        self.given.append(details.timeout)
+        return go_on(details, request if len(self.given) < 3 else b"UNKNOWN")
+
+    def check(self) -> None:
+        first, second, third = self.given
+        assert 30.0 > first > second > third
+
+
+class AsyncTimeouts(Timeouts, grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    async def intercept_unary_unary(self, go_on: Any, details: Any, request: Any) -> Any:
+        return await super().intercept_unary_unary(go_on, details, request)
+
+
+def test_each_try_of_an_interceptor_gets_the_remaining_time(handler: Handler) -> None:
+    retried = RetryInterceptor(handler, codes=[ABORTED])
+    channel = grpc.intercept_channel(handler, retried, timeouts := Timeouts())
+    with pytest.raises(grpc.RpcError):
+        channel.unary_unary(FAIL)(b"ABORTED", timeout=30.0)
+    timeouts.check()
+
+
+async def test_each_try_of_an_interceptor_for_asyncio_gets_the_remaining_time(
+    echo: EchoServer, aio: AsyncConnectionManager
+) -> None:
+    handler = await aio.get_or_create(config_of(echo))
+    retried = AsyncRetryInterceptor(handler, codes=[ABORTED])
+    channel = intercept_aio_channel(handler, retried, timeouts := AsyncTimeouts())
+    with pytest.raises(grpc.aio.AioRpcError):
+        await channel.unary_unary(FAIL)(b"ABORTED", timeout=30.0)
+    timeouts.check()
+
+
+def test_number_of_tries_is_limited_without_a_timeout(handler: Handler) -> None:
     client = Client(handler)
     with pytest.raises(grpc.RpcError) as raised:
         client.fail("UNAVAILABLE")
     assert raised.value.code() is UNAVAILABLE
     assert client.tries == 3
-    handler._shut(0.0)
-    handler._wait_closed(10)
 
 
-async def test_number_of_tries_is_limited_without_a_timeout_for_asyncio(
-    echo: EchoServer,
-) -> None:
-    async with opened(AsyncHandler(), await new_aio_live(echo.uri)) as handler:
+async def test_number_of_tries_is_limited_without_a_timeout_for_asyncio(echo: EchoServer) -> None:
+    async with AsyncConnectionManager(classify=(reported := Reported())) as manager:
+        handler = await manager.get_or_create(config_of(echo))
         client = AsyncClient(handler)
         with pytest.raises(grpc.aio.AioRpcError):
             await client.fail("UNAVAILABLE")
         assert client.tries == 3
         interceptor = AsyncRetryInterceptor(handler, codes=[ABORTED], retry_times=2)
         ask = intercept_aio_channel(handler, interceptor).unary_unary(FAIL)
-        reported: list[int] = []
-        handler._on_rpc_error = lambda error, number: reported.append(number)
+        reported.codes.clear()
         assert await ask(b"ABORTED").code() is ABORTED
-        assert len(reported) == 2
+        assert reported.codes == [ABORTED] * 2
         assert await ask(b"UNAVAILABLE").code() is UNAVAILABLE
-        assert len(reported) == 3, "a code that is not listed was retried"
+        assert reported.codes == [ABORTED] * 2 + [UNAVAILABLE], "an unlisted code was retried"
 
 
 @pytest.mark.parametrize(
     "code", [code.name for code in grpc.StatusCode if code.name not in ("OK", "UNAVAILABLE")]
 )
-def test_codes_other_than_unavailable_are_not_retried(echo: EchoServer, code: str) -> None:
-    with opened(Handler(), new_live(echo.uri)) as handler:
-        client = Client(handler)
-        with pytest.raises(grpc.RpcError) as raised:
-            client.fail(code, timeout=30)
-        assert raised.value.code().name == code
-        assert client.tries == 1
+def test_codes_other_than_unavailable_are_not_retried(handler: Handler, code: str) -> None:
+    client = Client(handler)
+    with pytest.raises(grpc.RpcError) as raised:
+        client.fail(code, timeout=30)
+    assert raised.value.code().name == code
+    assert client.tries == 1
 
 
 def test_interceptor_retries_only_unavailable(echo: EchoServer) -> None:
-    reported: list[grpc.StatusCode] = []
-    with opened(Handler(), new_live(echo.uri)) as handler:
-        handler._on_rpc_error = lambda error, number: reported.append(error.code())
+    with ConnectionManager(classify=(reported := Reported())) as manager:
+        handler = manager.get_or_create(config_of(echo))
         ask = grpc.intercept_channel(handler, RetryInterceptor(handler)).unary_unary(FAIL)
         with pytest.raises(grpc.RpcError):
             ask(b"UNKNOWN", timeout=30)
-        assert reported == [grpc.StatusCode.UNKNOWN]
+        assert reported.codes == [grpc.StatusCode.UNKNOWN]
 
 
 async def test_interceptor_for_asyncio_retries_only_unavailable(echo: EchoServer) -> None:
-    reported: list[grpc.StatusCode] = []
-    async with opened(AsyncHandler(), await new_aio_live(echo.uri)) as handler:
-        handler._on_rpc_error = lambda error, number: reported.append(error.code())
+    async with AsyncConnectionManager(classify=(reported := Reported())) as manager:
+        handler = await manager.get_or_create(config_of(echo))
         ask = intercept_aio_channel(handler, AsyncRetryInterceptor(handler)).unary_unary(FAIL)
         with pytest.raises(grpc.aio.AioRpcError):
             await ask(b"UNKNOWN", timeout=30)
-        assert reported == [grpc.StatusCode.UNKNOWN]
+        assert reported.codes == [grpc.StatusCode.UNKNOWN]
 
 
 def test_other_exceptions_are_not_retried() -> None:
@@ -325,8 +319,7 @@ def test_other_exceptions_are_not_retried() -> None:
     assert len(tries) == 1
 
 
-def test_new_connection_ends_the_pause(echo: EchoServer) -> None:
-    handler = opened(Handler(), new_live(echo.uri))
+def test_new_connection_ends_the_pause(manager: ConnectionManager, handler: Handler) -> None:
     failed = threading.Event()
     tries: list[None] = []
 
@@ -342,11 +335,9 @@ def test_new_connection_ends_the_pause(echo: EchoServer) -> None:
         began = time.monotonic()
         answer = pool.submit(ask, timeout=100.0)
         assert failed.wait(10)
-        handler._swap(new_live(echo.uri))
+        assert manager.renew(handler)
         assert answer.result(30) == b"a"
         assert time.monotonic() - began < 15
-    handler._shut(0.0)
-    handler._wait_closed(10)
 
 
 def test_decorated_function_keeps_its_name_and_docstring() -> None:
@@ -384,12 +375,14 @@ async def test_interceptors_for_asyncio_are_applied_in_order(echo: EchoServer) -
         async def intercept_unary_unary(self, go_on: Any, details: Any, request: Any) -> Any:
             return b"an answer"
 
-    async with opened(AsyncHandler(), await new_aio_live(echo.uri)) as handler:
+    async with AsyncHarness() as harness:
+        handler = harness.handler
+        await harness.swap(echo.uri)
         streams = Streams()
         channel = intercept_aio_channel(handler, Marked(b"1"), streams, Marked(b"2"))
         ask = channel.unary_unary(ECHO)
         assert await ask(b"a") == b"a12"
-        handler._swap(await new_aio_live(echo.uri))
+        await harness.swap(echo.uri)
         assert await ask(b"a", metadata=(("mine", "1"),)) == b"a12"
         numbers = channel.unary_stream("/test.Echo/Count")(b"2")
         assert [each async for each in numbers] == [b"0", b"1"]

@@ -49,7 +49,7 @@ from moored.rpc.prometheus import RpcCollector
 
 from .handlers import ECHO, FAIL, METADATA, loss_noticed, loss_noticed_async
 from .servers import EchoServer
-from .sides import SIDES, Aio, Threads
+from .sides import SIDES, Aio, Threads, aborted
 from .topology_server import TopologyServer, body_of
 
 LIMIT = 30.0
@@ -119,10 +119,10 @@ class Search:
         self.add("statistics", manager.get_stats())
         for managed in manager._table:
             self.add("repr of the connection", managed)
-            for part in ("handler", "strategy", "core", "config"):
+            for part in ("handler", "strategy", "live", "config"):
                 self.add(f"repr of the {part}", getattr(managed, part))
             self.add("repr of the source", getattr(managed.strategy, "_source", None))
-            self.add("repr of the credentials", managed.handler._credentials)
+            self.add("repr of the credentials", managed.handler.gate.credentials)
         for event in manager.recorder.events():
             self.add("recorder", f"{event!r} {event.as_dict()!r}")
         for component in manager.recorder.components():
@@ -380,7 +380,7 @@ class QuotingService(grpc.GenericRpcHandler):  # type: ignore[misc]
         def tell(request: bytes, context: Any) -> bytes:
             self.asked.set()
             assert self.may_answer.wait(LIMIT)
-            context.abort(grpc.StatusCode.UNAVAILABLE, f"no backend for {sent}, {quote(sent)}")
+            context.abort(grpc.StatusCode.ABORTED, f"no backend for {sent}, {quote(sent)}")
             raise AssertionError
 
         return grpc.unary_unary_rpc_method_handler(tell)
@@ -421,7 +421,7 @@ async def test_token_quoted_by_a_server_is_hidden_in_records(
     if source == "later":
         options = {"credentials": lambda config: LaterProvider()}
     with quoting_server() as (_, address):
-        async with kind(**options) as side:
+        async with kind(classify=aborted, **options) as side:
             channel = await side.get(config_of(source, address))
             with pytest.raises(grpc.RpcError) as caught:
                 await side.call(channel, ECHO)
@@ -467,7 +467,7 @@ async def test_token_quoted_in_the_last_failure_is_hidden_from_later_callers(
                 raise OSError(f"nothing for {config.token}")
             return make(config, 1)
 
-        async with kind(handler_factory=factory) as side:
+        async with kind(classify=aborted, handler_factory=factory) as side:
             channel = await side.get(config)
             refuse.set()
             with pytest.raises(grpc.RpcError):
@@ -485,7 +485,7 @@ async def test_replaced_token_quoted_by_a_server_is_hidden(search: Search, kind:
     """The token is replaced while the call is in flight."""
     credentials = TokenCredentials(TOKEN)
     with quoting_server() as (handler, address):
-        async with kind(credentials=lambda config: credentials) as side:
+        async with kind(classify=aborted, credentials=lambda config: credentials) as side:
             channel = await side.get(config_of("provider", address))
             handler.may_answer.clear()
             calling = asyncio.create_task(side.call(channel, ECHO))
@@ -594,7 +594,7 @@ async def test_one_of_many_tokens_quoted_by_a_server_is_hidden(search: Search, k
     """Later calls have used other tokens."""
     credentials = NewTokenPerCall()
     with quoting_server() as (handler, address):
-        async with kind(credentials=lambda config: credentials) as side:
+        async with kind(classify=aborted, credentials=lambda config: credentials) as side:
             channel = await side.get(config_of("provider", address))
             handler.may_answer.clear()
             calling = asyncio.create_task(side.call(channel, ECHO))
@@ -717,9 +717,9 @@ async def test_refresh_that_removes_the_token_counts_as_failed(search: Search, k
             with pytest.raises(grpc.RpcError):
                 await side.call(channel, FAIL, b"UNAUTHENTICATED")
             async with asyncio.timeout(LIMIT):
-                while channel._refusals.refreshing:  # noqa: ASYNC110 - no notification
+                while channel.endpoint.refreshes:  # noqa: ASYNC110 - no notification
                     await asyncio.sleep(0.01)
-            assert channel._refusals.refused
+            assert channel.endpoint.refusals.refused
             search.add_manager(side.manager)
             assert "nothing new for ***" in side.manager.recorder.explain(f"rpc.{server.address}")
 

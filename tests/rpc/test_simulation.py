@@ -20,12 +20,12 @@ from moored.rpc import (
 )
 from moored.rpc._background import Background
 from moored.rpc._channel_pool import lanes_of
-from moored.rpc._core import PROVEN, Actions, ConnectionCore
-from moored.rpc._managed import ManagedConnection
-from moored.rpc._manager_options import unavailable
+from moored.rpc._dial import unavailable
+from moored.rpc._endpoint import TOO_MANY, Act, Endpoint, Live, Order, Orders
 from moored.rpc._refusals import Refusals
 from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
 
+from .handlers import report_broken
 from .scripted import ADDRESSES, World
 
 pytestmark = pytest.mark.usefixtures("forkable")
@@ -70,7 +70,7 @@ class Scenario:
             connect_timeout=3.0,
             max_age=self.chance.choice([None, 4.0]),
         )
-        self.renews = self.manager._policy.max_age is not None
+        self.renews = self.manager._options.max_age is not None
         self.last: dict[str, Any] = {}
         self.rotated_at = 0.0
         self.numbers = itertools.count()
@@ -113,8 +113,8 @@ class Scenario:
         try:
             handler = await self.manager.get_or_create(config, client=client, timeout=timeout)
         except ConnectFailed:
-            found = self.manager._table.entries.get(config.key)
-            assert found is None or not found.core.usable, (
+            found = self.manager._table.awake.get(config.key)
+            assert found is None or not found.usable, (
                 "the connection is usable, and the caller was not woken"
             )
             return "unreached" if timeout > LITTLE else "too little time"
@@ -132,20 +132,19 @@ class Scenario:
         """Report an application's own error, possibly late."""
         await asyncio.sleep(self.chance.choice([0.0, self.chance.uniform(0.0, 2.0)]))
         dated = self.chance.random() < 0.5
-        managed = self.manager._table.of(handler)
-        if managed is not None and self._may_act(managed, generation if dated else None):
-            for lane in lanes_of(handler._live.channel) if handler._live is not None else ():
+        live = handler.endpoint.live
+        if live is not None and self._may_act(handler.endpoint, generation if dated else None):
+            for lane in lanes_of(live.channel):
                 lane.dead = True  # replacing it is justified
         known = generation if dated else None
         limit = self.chance.uniform(0.0, 0.2)
         await self.manager.handle_error(handler, AppError(), limit, generation=known)
 
-    def _may_act(self, managed: Any, generation: int | None) -> bool:
+    def _may_act(self, endpoint: Endpoint, generation: int | None) -> bool:
         """Whether the error concerns the current generation, or probably does if undated."""
         if generation is not None:
-            return bool(generation == managed.generation)
-        proven = self.loop.time() - managed.core._since >= PROVEN
-        return bool(managed.generation == 1 or proven)
+            return generation == endpoint.generation
+        return endpoint.generation == 1 or self.loop.time() >= endpoint.link.proven_at
 
     async def _use_alone(self, config: ConnectionConfig, client: Client, timeout: float) -> str:
         """Use a dedicated connection, which must be gone after its release."""
@@ -158,9 +157,7 @@ class Scenario:
             return await self._call(handler, timeout)
         finally:
             await self.manager.release(handler, client=client)
-            assert self.manager._table.of(handler) is None, (
-                "a released dedicated connection still exists"
-            )
+            assert handler.endpoint.closed, "a released dedicated connection still exists"
 
     async def _call(self, handler: AsyncHandler, timeout: float) -> str:
         try:
@@ -186,11 +183,11 @@ class Scenario:
                 case 8:
                     world.busy[address] = not world.busy[address]
                 case 5:
-                    for managed in self.manager._table:
+                    for endpoint in self.manager._table:
                         # An error of an old generation.
                         stale = grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, (), ())
-                        generation = chance.randrange(max(1, managed.generation))
-                        managed.handler._on_rpc_error(stale, generation)
+                        generation = chance.randrange(max(1, endpoint.generation))
+                        report_broken(endpoint.handler, stale, generation)
                 case 6 | 7 if self.loop.time() - self.rotated_at > 2.5:
                     world.token, self.rotated_at = world.token + 1, self.loop.time()
         for address in ADDRESSES:
@@ -201,30 +198,34 @@ class Scenario:
         world = self.world
         world.version += 1
         world.primary = self.chance.choice(ADDRESSES)
-        for managed in self.manager._table:
-            if self.is_global and managed.strategy._refresher is not None:
-                managed.strategy._refresher.trigger()
+        for endpoint in self.manager._table:
+            if self.is_global and endpoint.strategy is not None:
+                endpoint.strategy.hurry()
 
     def check(self) -> None:
         """Check the invariants that hold at any moment."""
         assert not self.world.wrong
-        for managed in self.manager._table:
-            refusals, credentials = managed.handler._refusals, managed.handler._credentials
-            assert not refusals.refused or credentials.token != self.world.token
-            live = managed.handler._live
-            assert live is None or live.number == managed.generation
-            self._check_need(managed.key, live)
-            assert live is None or not live.retired
-            known = getattr(managed.strategy, "topology", None)
+        for endpoint in self.manager._table:
+            refusals, gate = endpoint.refusals, endpoint.handler.gate
+            assert refusals is not None
+            assert not refusals.refused or gate.credentials.token != self.world.token
+            live = endpoint.live
+            assert gate.live is live
+            assert live is None or live.number == endpoint.generation
+            self._check_need(endpoint.key, live)
+            assert live is None or live.until is None
+            known = getattr(endpoint.strategy, "topology", None)
             if live is not None and known is not None:
                 assert live.address == known.primary.endpoint.removeprefix("http://")
 
-    def _check_need(self, key: str, live: Any) -> None:
+    def _check_need(self, key: str, live: Live | None) -> None:
         """No channel is replaced without a reason."""
         if live is None or self.is_global or self.renews:
             return
         last, self.last[key] = self.last.get(key, live), live
-        assert last is live or any(lane.dead for lane in lanes_of(last.channel)), (
+        lanes = lanes_of(last.channel)
+        failing = sum(lane.unavailable for lane in lanes) >= TOO_MANY
+        assert last is live or failing or any(lane.dead for lane in lanes), (
             "a healthy channel was replaced"
         )
 
@@ -266,39 +267,49 @@ def test_invariants_hold_under_random_faults() -> None:
 # -- defects that must be noticed ------------------------------------------------------------------
 
 
-def _accepts_old_errors(self: ConnectionCore, generation: int, cause: Any, now: float) -> Actions:
-    return _broken(self, self.generation, cause, now)
+def _accepts_old_errors(
+    self: Endpoint, generation: int, cause: Any, now: float, **more: Any
+) -> Orders:
+    return _broken(self, self.generation, cause, now, **more)
 
 
-def _never_connected(self: Background, managed: Any, generation: int) -> bool:
+def _never_connected(self: Endpoint, generation: int, cause: Any, now: float, **_: Any) -> Orders:
     """Treat an UNAVAILABLE of a live server as a lost connection."""
-    return False
+    return _broken(self, generation, cause, now)
 
 
-def _dials_beside(self: Background, managed: Any, attempt: int) -> None:
+def _renews_at_once(self: Endpoint, generation: int, cause: Any, now: float, **more: Any) -> Orders:
+    """Replace a connection after one UNAVAILABLE answer."""
+    return _broken(self, generation, cause, now, **{**more, "renew": True})
+
+
+def _dials_beside(self: Background, endpoint: Endpoint, attempt: int) -> None:
     """Continue the dial of a closed connection beside the next one."""
-    self._tasks.start(self._dial(managed, attempt, None))
+    if endpoint.strategy is None:
+        self.give_strategy(endpoint)
+    self._tasks.start(self._dial(endpoint, attempt, None))
 
 
-def _wakes_no_waiter(self: Background, managed: Any) -> None:
-    managed.waiters = []
+def _wakes_no_waiter(self: Background, endpoint: Endpoint, verdict: Any) -> None:
+    self._waiters.pop(endpoint, None)
 
 
-def _never_retries(self: ConnectionCore, now: float) -> Actions:
-    self._due_at = None
+def _never_retries(self: Endpoint, now: float) -> Orders:
+    return _dial(self, now) if self.machine.at("connecting") else []
+
+
+def _dials_per_caller(self: Endpoint, now: float) -> Orders:
+    planned = self.link.next_dial_at is not None
+    return [*_waits(self, now), *([Order(Act.DIAL, self.link.dials)] if planned else [])]
+
+
+def _keeps_the_old(self: Endpoint, now: float) -> Orders:
+    """Keep a channel that is known to be broken."""
     return []
 
 
-def _dials_per_caller(self: ConnectionCore, now: float) -> Actions:
-    return [*_wait(self, now), *self._begin(now)] if self._due_at is not None else _wait(self, now)
-
-
-def _keeps_the_old(self: Background, managed: Any, cause: Any) -> None:
-    """Keep a channel that is known to be broken."""
-
-
-def _forgets_to_close(self: AsyncHandler, live: Any) -> None:
-    self._retiring.pop(live, None)
+async def _forgets_to_close(self: Background, endpoint: Endpoint, live: Live) -> None:
+    self._gone(endpoint, live)
 
 
 def _refreshes_per_caller(self: Refusals, number: int, now: float) -> bool:
@@ -310,46 +321,47 @@ def _accepts_old_refusals(self: Refusals, number: int, now: float) -> bool:
     return _refuse(self, self.number, now)
 
 
-def _never_released(self: ManagedConnection[Any], client: Any) -> None:
+def _never_released(self: Endpoint, client: Any, now: float) -> Orders:
     """Keep counting a client that has released the connection."""
+    return []
 
 
 _refuse = Refusals.refuse
-_broken, _wait = ConnectionCore.broken, ConnectionCore.wait
+_broken, _waits, _dial = Endpoint.broken, Endpoint.waits, Endpoint._dial
 
 
-def _blames_the_current(self: ConnectionCore, now: float) -> int:
+def _blames_the_current(self: Endpoint, now: float) -> int:
     return self.generation
 
 
-def _ignores_the_date(self: AsyncConnectionManager, managed: Any, cause: Any, given: Any) -> None:
-    _broken_by(self, managed, cause, managed.generation)
+def _ignores_the_date(
+    self: Background, endpoint: Endpoint, generation: int | None, cause: Any, **more: Any
+) -> None:
+    _broken_by(self, endpoint, endpoint.generation, cause, **more)
 
 
-_broken_by = AsyncConnectionManager._broken
+_broken_by = Background.broken
 
 MUTANTS = [
     mutant(
-        ConnectionCore,
-        "broken",
-        _accepts_old_errors,
-        name="an error of an old generation is accepted",
+        Endpoint, "broken", _accepts_old_errors, name="an error of an old generation is accepted"
     ),
     mutant(
-        Background,
-        "_is_connected",
+        Endpoint,
+        "broken",
         _never_connected,
         name="UNAVAILABLE of a live server replaces its connection",
     ),
+    mutant(Endpoint, "broken", _renews_at_once, name="one UNAVAILABLE answer renews a connection"),
     mutant(
-        ConnectionCore,
+        Endpoint,
         "blamed",
         _blames_the_current,
         name="an undated error always blames the current generation",
     ),
     mutant(
-        AsyncConnectionManager,
-        "_broken",
+        Background,
+        "broken",
         _ignores_the_date,
         name="the generation passed to handle_error is ignored",
     ),
@@ -360,12 +372,14 @@ MUTANTS = [
         name="a dial continues after its connection was closed",
     ),
     mutant(Background, "_wake", _wakes_no_waiter, name="waiting callers are not woken"),
-    mutant(ConnectionCore, "due", _never_retries, name="a failed attempt is not retried"),
-    mutant(ConnectionCore, "wait", _dials_per_caller, name="each caller starts its own attempt"),
+    mutant(Endpoint, "_dial", _never_retries, name="a failed attempt is not retried"),
+    mutant(Endpoint, "waits", _dials_per_caller, name="each caller starts its own attempt"),
     mutant(
-        Background, "_lose", _keeps_the_old, name="calls use a channel that is known to be broken"
+        Endpoint, "_drop", _keeps_the_old, name="calls use a channel that is known to be broken"
     ),
-    mutant(AsyncHandler, "_close_live", _forgets_to_close, name="a replaced channel is not closed"),
+    mutant(
+        Background, "_close_channel", _forgets_to_close, name="a replaced channel is not closed"
+    ),
     mutant(
         Refusals,
         "refuse",
@@ -376,7 +390,7 @@ MUTANTS = [
         Refusals, "refuse", _accepts_old_refusals, name="a refusal of old credentials is accepted"
     ),
     mutant(
-        ManagedConnection,
+        Endpoint,
         "given_back",
         _never_released,
         name="a released connection still counts its client",

@@ -16,7 +16,7 @@ from moored.rpc import (
     ConnectionConfig,
     Topology,
 )
-from moored.rpc._core import Actions, ConnectionCore, ShellAct, ShellAction
+from moored.rpc._endpoint import Endpoint, Orders
 from moored.rpc._errors import TopologyRefused
 from moored.rpc._verdicts import Verdict
 from moored.rpc.topology._source_pacing import PACE
@@ -123,40 +123,44 @@ def test_hopeless_attempts_fail_their_callers_immediately() -> None:
 
 def _retries_after(wrong: Verdict) -> Any:
     def failed(
-        self: ConnectionCore,
+        self: Endpoint,
         attempt: int,
         error: BaseException,
         now: float,
         verdict: Verdict = Verdict.RETRY,
-    ) -> Actions:
+    ) -> Orders:
         return _failed(self, attempt, error, now, Verdict.RETRY if verdict is wrong else verdict)
 
     return failed
 
 
-_failed = ConnectionCore.failed
+_failed = Endpoint.failed
 
 
-def _refuses_forever(self: ConnectionCore, now: float) -> Actions:
-    return [ShellAction(ShellAct.WAKE)]
+def _never_dials_again(self: Endpoint, now: float) -> Orders:
+    """Dial only while nothing was refused."""
+    return [] if self._held else _dial(self, now)
+
+
+_dial = Endpoint._dial
 
 
 @pytest.mark.parametrize(
     "planted",
     [
         mutant(
-            ConnectionCore,
+            Endpoint,
             "failed",
             _retries_after(Verdict.MISTAKE),
             name="a configuration error is retried",
         ),
         mutant(
-            ConnectionCore,
+            Endpoint,
             "failed",
             _retries_after(Verdict.REFUSED),
             name="a refusal is retried without waking the callers",
         ),
-        mutant(ConnectionCore, "_refuse_waiter", _refuses_forever, name="a refusal never expires"),
+        mutant(Endpoint, "_dial", _never_dials_again, name="a refusal never expires"),
     ],
     ids=lambda planted: planted.name,
 )

@@ -65,12 +65,14 @@ def test_channel_that_falls_asleep_during_its_checkout_can_be_called(
     with ConnectionManager() as manager:
         channel = manager.get_or_create(config_of(echo), timeout=LIMIT)
 
-        async def sweep(managed: ManagedConnection[Any]) -> None:
-            assert manager._table.detach(managed)
-            manager._background.close(managed, "no client uses it")
+        async def sweep(endpoint: ManagedConnection) -> None:
+            endpoint.given_back(None, 0.0)
+            endpoint.swept(0, 0.0, 0.0, 0.0)
+            manager._background.tell(endpoint, endpoint.swept, 0, 0.0, 0.0)
+            assert endpoint.resting
 
-        def hand_out(managed: ManagedConnection[Any], *_: object) -> bool:
-            LoopThread.shared().run(sweep(managed), LIMIT)  # between the check and the return
+        def hand_out(endpoint: ManagedConnection, *_: object) -> bool:
+            LoopThread.shared().run(sweep(endpoint), LIMIT)  # between the check and the return
             return True
 
         with monkeypatch.context() as patch:
@@ -143,7 +145,7 @@ async def test_released_dedicated_channel_cannot_be_woken(kind: Kind, echo: Echo
             await side.run(shared.close)
         with pytest.raises(ManagerClosed, match="get_or_create"):
             await side.call(own, ECHO)
-        assert list(side.manager._table.asleep.values()) == [shared]
+        assert [each.handler for each in side.manager._table.asleep.values()] == [shared]
         assert await side.call(shared, ECHO, b"hi") == b"hi", (
             "a shared channel stays usable for other holders"
         )

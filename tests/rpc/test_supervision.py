@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from moored.kernel import Tree
-from moored.rpc import ConnectionConfig
-from moored.rpc._connection_table import ConnectionTable
+from moored.rpc import ConnectionConfig, ManagedConnection
 
 from .servers import EchoServer
 from .sides import LIMIT, Kind, both, config_of
@@ -41,14 +40,14 @@ async def test_sweeper_and_topologies_are_in_the_tree(kind: Kind, echo: EchoServ
 async def test_sweeper_that_fails_is_restarted(
     kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unused, failures = ConnectionTable.unused, [OSError("once")]
+    swept, failures = ManagedConnection.swept, [OSError("once")]
 
-    def failing(self: ConnectionTable, *given: Any) -> Any:
+    def failing(self: ManagedConnection, *given: Any) -> Any:
         if failures:
             raise failures.pop()
-        return unused(self, *given)
+        return swept(self, *given)
 
-    monkeypatch.setattr(ConnectionTable, "unused", failing)
+    monkeypatch.setattr(ManagedConnection, "swept", failing)
     async with kind(linger=0.1) as side:
         channel = await side.get(config_of(echo), timeout=LIMIT)
         await side.run(side.manager.release, channel)

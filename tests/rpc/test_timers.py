@@ -7,9 +7,8 @@ import asyncio
 import grpc  # type: ignore[import-untyped]
 import pytest
 
-from moored.kernel import Clock, Recorder
+from moored.kernel import Clock
 from moored.rpc import AsyncGlobalStrategy, Member
-from moored.rpc._core import ConnectionCore, ShellAct
 from moored.rpc.topology._sources import CallableTopology
 from moored.testing import Sim, scaled, simulate
 
@@ -20,18 +19,6 @@ from .test_simulation import random_faults
 
 #: uvloop rounds to milliseconds.
 SLACK = 0.001
-
-
-def test_retry_timer_that_fires_early_is_set_again_for_the_rest() -> None:
-    core = ConnectionCore("north:1", Clock.system(), Recorder())
-    core.open(0.0)
-    core.wait(0.0)
-    (timer,) = core.failed(1, OSError("refused"), 0.0)
-    (again,) = core.due(timer.delay - SLACK)
-    assert again.act is ShellAct.SET_TIMER
-    assert again.delay == pytest.approx(SLACK)
-    (dial,) = core.due(timer.delay)
-    assert dial.act is ShellAct.DIAL
 
 
 @pytest.mark.usefixtures("forkable")

@@ -64,8 +64,8 @@ async def lose_connection(handler: AsyncHandler) -> None:
 
     gRPC reports the loss a little after it ends the first call; calls in between fail too.
     """
-    before = handler._live
-    while handler._live is before:
+    before = handler.endpoint.live
+    while handler.endpoint.live is before:
         await fails(handler, 3.0)
 
 

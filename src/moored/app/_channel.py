@@ -8,8 +8,9 @@ from typing import Any
 
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import Clock, Link, Recorder, Tasks, Tree
+from moored.kernel import Clock, Link, Machine, Recorder, Tasks, Tree
 from moored.rpc import AsyncConnectionManager, AsyncHandler, ChannelError
+from moored.rpc._any_loop import AnyLoopChannel
 from moored.rpc._open import config_of
 from moored.rpc.prometheus import RpcCollector
 from moored.service import Part
@@ -21,75 +22,45 @@ READY = grpc.ChannelConnectivity.READY
 __all__ = ["AppChannel", "channel_part"]
 
 
-class AppChannel(grpc.aio.Channel):  # type: ignore[misc]
+class AppChannel(AnyLoopChannel):
     """A `grpc.aio.Channel` that can be given to stubs before the app has started.
 
     Calls wait for the connection within their timeouts. It closes with the app.
     """
 
     def __init__(self, target: str, tls: bool, options: dict[str, Any]) -> None:
-        self.config = config_of(target, tls, options)
-        self._live: grpc.aio.Channel | None = None
+        super().__init__(config_of(target, tls, options))
+        #: The channel of the running app.
+        self.live: AsyncHandler | None = None
         #: Calls so far.
         self.calls = 0
 
     @property
-    def live(self) -> grpc.aio.Channel:
+    def current(self) -> AsyncHandler:
         """The channel of the running app."""
-        if self._live is None:
+        if self.live is None:
             raise ChannelError(
                 f"the channel to {self.config.address} is closed: its app does not run"
             )
-        return self._live
+        return self.live
+
+    def link_machines(self) -> list[tuple[str, str, Machine]]:
+        """Return the state machine of its connection, for `LinksCollector`."""
+        if self.live is None:
+            return []
+        return [("rpc", self.config.address, self.live.endpoint.machine)]
 
     def _method(self, kind: str, *given: Any, **named: Any) -> Callable[..., Any]:
-        made: tuple[grpc.aio.Channel, Callable[..., Any]] | None = None
+        method = super()._method(kind, *given, **named)
 
         def call(*args: Any, **options: Any) -> Any:
-            nonlocal made
             self.calls += 1
-            if made is None or made[0] is not self._live:
-                made = self.live, getattr(self.live, kind)(*given, **named)
-            return made[1](*args, **options)
+            return method(*args, **options)
 
         return call
 
-    def unary_unary(self, *given: Any, **named: Any) -> Callable[..., Any]:
-        """Return a method with one request and one response."""
-        return self._method("unary_unary", *given, **named)
-
-    def unary_stream(self, *given: Any, **named: Any) -> Callable[..., Any]:
-        """Return a method with one request and a stream of responses."""
-        return self._method("unary_stream", *given, **named)
-
-    def stream_unary(self, *given: Any, **named: Any) -> Callable[..., Any]:
-        """Return a method with a stream of requests and one response."""
-        return self._method("stream_unary", *given, **named)
-
-    def stream_stream(self, *given: Any, **named: Any) -> Callable[..., Any]:
-        """Return a method with a stream of requests and a stream of responses."""
-        return self._method("stream_stream", *given, **named)
-
-    def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
-        """Return the state of the connection."""
-        return self.live.get_state(try_to_connect)
-
-    async def wait_for_state_change(self, last_observed_state: grpc.ChannelConnectivity) -> None:
-        """Wait until `get_state` differs."""
-        await self.live.wait_for_state_change(last_observed_state)
-
-    async def channel_ready(self) -> None:
-        """Wait until there is a connection."""
-        await self.live.channel_ready()
-
     async def close(self, grace: float | None = None) -> None:
         """Do nothing: the app closes it."""
-
-    async def __aenter__(self) -> AppChannel:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 async def _keep_connected(manager: AsyncConnectionManager, handler: AsyncHandler) -> None:
@@ -121,13 +92,14 @@ def channel_part(entry: PartEntry, channel: AppChannel, recorder: Recorder) -> P
         nonlocal manager
         async with AsyncConnectionManager(recorder=recorder) as manager:
             collector.add(manager)
-            channel._live = handler = manager.open_channel(channel.config, channel)
+            channel.live = handler = manager.open_channel(channel.config, channel)
+            handler.get_state(try_to_connect=True)
             watching = Tasks()
             watching.start(_keep_connected(manager, handler))
             try:
                 yield
             finally:
-                channel._live = None
+                channel.live = None
                 collector.remove(manager)
                 await watching.cancel()
 
@@ -135,7 +107,7 @@ def channel_part(entry: PartEntry, channel: AppChannel, recorder: Recorder) -> P
 
     def links() -> list[Link]:
         nonlocal heard_at
-        if channel._live is None:
+        if channel.live is None:
             return []
         state = channel.get_state()
         if state is READY:
@@ -165,6 +137,7 @@ def channel_part(entry: PartEntry, channel: AppChannel, recorder: Recorder) -> P
         ),
         judge,
         collector=lambda: collector,
+        links=channel,
         kind="channel",
         ties=[address],
         server="gRPC server",

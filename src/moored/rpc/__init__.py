@@ -4,7 +4,7 @@
 below it is replaced, because the server restarted, moved, or changed its credentials::
 
     stub = GreeterStub(rpc.channel("greeter:50051"))                    # threads
-    stub = GreeterStub(await rpc.aio.channel("greeter:50051"))          # asyncio
+    stub = GreeterStub(rpc.aio.channel("greeter:50051"))                # asyncio
 
 These use the manager of the process, or of the running loop. A manager of your own has options::
 
@@ -29,10 +29,9 @@ with extra("grpc", "moored.rpc"):
 from . import aio
 from ._config import ConnectionConfig
 from ._dial import CredentialProvider, TokenCredentials
+from ._endpoint import Endpoint as ManagedConnection
 from ._errors import ChannelError, ConfigError, ConnectFailed, ManagerClosed, TopologyError
-from ._handler import Handler
-from ._handler_async import AsyncHandler
-from ._managed import ManagedConnection
+from ._handler import AsyncHandler, Handler
 from ._manager import ConnectionManager
 from ._manager_async import AsyncConnectionManager
 from ._open import channel

@@ -1,7 +1,7 @@
-"""The background work of a manager: connect, probe, wait, and close unused connections.
+"""The loop of a manager: it carries out what endpoints decide, and takes what calls report.
 
 It runs on one event loop: the user's own, or the private one of the manager for threads. Nothing
-else changes the state of the connections, so there is no lock.
+else changes an endpoint, so there is no lock; calls in other threads post their reports to it.
 """
 
 from __future__ import annotations
@@ -9,86 +9,115 @@ from __future__ import annotations
 import asyncio
 import logging
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
+
+import grpc  # type: ignore[import-untyped]
 
 from moored.kernel import (
     Child,
     Clock,
     Context,
+    Deadline,
     Recorder,
     Supervisor,
     Tasks,
     Timers,
     Tree,
+    describe,
     forget_frames,
+    in_thread,
     is_cancelled,
     raise_if_cancelled,
     run_callback,
 )
 
-from ._channels import PROBE_TIMEOUT, answers, until_ready
-from ._connection_table import ConnectionTable
-from ._core import Actions, ShellAct
-from ._dial import close_channel, close_unused, reports_too_many_pings, with_rarer_pings
+from ._dial import (
+    PROBE_TIMEOUT,
+    answers,
+    close_channel,
+    close_unused,
+    unavailable,
+    until_ready,
+    with_rarer_pings,
+)
+from ._endpoint import Act, Endpoint, Live, Orders
 from ._errors import ConnectFailed
-from ._fork import inside
-from ._grpc_internals import is_connected
-from ._live_channel import LiveChannel
-from ._managed import ManagedConnection
-from ._manager_options import ManagerOptions, unavailable
-from ._secrets import hidden, safe_text, secrets_of, without_secrets
+from ._fork import inside, leaves_soon, used
+from ._gate import BaseGate
+from ._grpc_internals import cut, cut_async, has_connection, is_connected
+from ._manager_options import RENEW, ManagerOptions
+from ._secrets import hidden, safe_text, secrets_of, trace, without_secrets
+from ._table import Table
 from ._tls_hints import with_hint
 from ._verdicts import Verdict, judge, raised, where
 from .topology._follower import Follower
 from .topology._topology import Advice, TopologyMixin
 
-__all__ = ["Background"]
+__all__ = ["AtOnce", "Background", "Posting"]
 
 log = logging.getLogger("moored.rpc")
 
-#: Seconds in which calls in flight may still end when their connection is closed.
-CLOSING = 5.0
-#: A failed renewal of an old channel is retried after a tenth of `max_age`, or after this many
-#: seconds if that is less.
-RENEW_AGAIN = 30.0
-#: The largest factor by which pings become rarer for a server that complains of too many pings.
-MAX_PING_FACTOR = 1024
 #: Pauses between checks of a connection after a call over it ended with UNAVAILABLE. gRPC reports
 #: the loss of the connection a few milliseconds after that, and later on a busy machine.
 CHECK_PAUSES = (0.001, 0.004, 0.015, 0.08)
 
-Managed = ManagedConnection[Any]
+
+class Posting(Protocol):
+    """How a change gets to the loop."""
+
+    def post(self, change: Callable[[], object]) -> None:
+        """Make a change on the loop, now or soon."""
+
+    def settle(self) -> None:
+        """Wait until the changes that this thread has posted are made, but not for long."""
+
+
+class AtOnce:
+    """Makes changes at once, for asyncio: everything runs on the user's loop."""
+
+    def post(self, change: Callable[[], object]) -> None:
+        change()
+
+    def settle(self) -> None:
+        """Do nothing: the change was made."""
 
 
 class Background:
     """The background of one manager.
 
     :param kind: the kind of its channels: `grpc.Channel` or `grpc.aio.Channel`.
+    :param make_strategy: makes the strategy of an endpoint.
     """
 
     def __init__(
         self,
         kind: type,
-        policy: ManagerOptions,
+        options: ManagerOptions,
         clock: Clock,
         recorder: Recorder,
-        table: ConnectionTable,
+        table: Table,
+        posting: Posting,
+        make_strategy: Callable[[Endpoint], Any],
     ) -> None:
+        self.posting = posting
         self._kind = kind
-        self._policy = policy
+        self._options = options
         self._clock = clock
         self._recorder = recorder
         self._table = table
+        self._make_strategy = make_strategy
         self._tasks = Tasks()
-        # By connection, not by key: the next connection with that key may exist already.
-        self._closings: dict[Managed, asyncio.Task[None]] = {}
         self._timers = Timers()
-        # By key: the next connection waits for the end of a cancelled attempt.
+        self._waiters: dict[Endpoint, list[asyncio.Future[None]]] = {}
+        # By key: the next attempt waits for the end of one that was given up.
         self._dials: dict[str, asyncio.Task[None]] = {}
-        sweep = partial(_sweep, weakref.ref(self), policy.linger / 4)
+        self._closings: dict[Endpoint, asyncio.Task[None]] = {}
+        #: Set when an endpoint has no replaced channels left.
+        self._emptied: dict[Endpoint, asyncio.Event] = {}
+        sweep = partial(_sweep, weakref.ref(self), options.linger / 4)
         self._supervisor = Supervisor(
             "rpc",
             children=[Child("sweeper", sweep, restart="transient")],
@@ -98,75 +127,219 @@ class Background:
         )
         self._supervising: asyncio.Task[None] | None = None
 
-    # -- actions of the core -------------------------------------------------------------------
+    # -- what endpoints decide -----------------------------------------------------------------
 
-    def carry_out(self, managed: Managed, actions: Actions) -> None:
-        """Carry out what the core has decided; on the loop."""
-        for action in actions:
-            match action.act:
-                case ShellAct.DIAL:
-                    self._start_dial(managed, action.number)
-                case ShellAct.PROBE:
-                    self._tasks.start(self._probe(managed, action.number))
-                case ShellAct.CHECK:
-                    self._tasks.start(self._check_connection(managed, action.number))
-                case ShellAct.SET_TIMER:
-                    due = partial(self._tell, managed, managed.core.due)
-                    self._set_timer((managed, "due"), action.delay, due)
-                case ShellAct.CANCEL_TIMER:
-                    self._timers.cancel((managed, "due"))
-                case ShellAct.WAKE:
-                    self._wake(managed)
-                case ShellAct.REFRESH:
-                    self._tasks.start(self._refresh(managed))
-                case ShellAct.CLOSE:
-                    self._close(managed)
+    def tell(
+        self, endpoint: Endpoint, event: Callable[..., Orders | None], *given: Any, **named: Any
+    ) -> bool:
+        """Tell an endpoint of an event, and carry out what it decides; on the loop.
 
-    def _wake(self, managed: Managed) -> None:
+        Return False if the endpoint does not want what the event brings.
+        """
+        orders = event(*given, self._clock.monotonic(), **named)
+        if orders is None:
+            return False
+        gate: BaseGate = endpoint.handler.gate
+        for act, attempt, live in orders:
+            match act:
+                case Act.DIAL:
+                    self._start_dial(endpoint, attempt)
+                case Act.PUT:
+                    gate.put()
+                case Act.WAKE:
+                    self._wake(endpoint, None)
+                case Act.FAIL if endpoint.verdict is not None:
+                    self._wake(endpoint, endpoint.verdict)
+                    gate.fail(endpoint.verdict)
+                case Act.REFRESH:
+                    self._tasks.start(self._refresh(endpoint))
+                case Act.REST | Act.STOP:
+                    self._end(endpoint, gate)
+                case Act.PROBE if live is not None:
+                    self._tasks.start(self._probe(endpoint, live))
+                case Act.CHECK if live is not None:
+                    self._tasks.start(self._check(endpoint, live))
+                case Act.RETIRE if live is not None:
+                    gate.watch(live)
+                case Act.REVIEW if live is not None:
+                    stays = self._may_stay(endpoint, live)
+                    self.tell(endpoint, endpoint.reviewed, live, stays)
+                case Act.CLOSE if live is not None:
+                    self._tasks.start(self._close_channel(endpoint, live))
+        if (at := endpoint.next_at) is None:
+            self._timers.cancel(endpoint)
+        else:
+            # By the loop's clock: the manager's clock may be simulated by a test.
+            delay = max(0.0, at - self._clock.monotonic())
+            due = partial(self.tell, endpoint, endpoint.due)
+            self._timers.set(endpoint, Clock.current().monotonic() + delay, due)
+        return True
+
+    def post(self, endpoint: Endpoint, event: Callable[..., Orders], *given: Any) -> None:
+        """Tell an endpoint of an event, from any thread."""
+        self.posting.post(partial(self.tell, endpoint, event, *given))
+
+    # -- callers that wait for a channel, on the loop ------------------------------------------
+
+    async def wait(self, endpoint: Endpoint, deadline: Deadline) -> None:
+        """Wait for a change of the connection; raise `ConnectFailed` after the deadline."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(endpoint, []).append(waiter)
+        self.tell(endpoint, endpoint.waits)
+        try:
+            async with asyncio.timeout(deadline.timeout):
+                await waiter
+        except TimeoutError:
+            raise _unreached(endpoint) from endpoint.last_error
+        finally:
+            waiters = self._waiters.get(endpoint, [])
+            if waiter in waiters:
+                waiters.remove(waiter)
+            self.tell(endpoint, endpoint.leaves)
+
+    def _wake(self, endpoint: Endpoint, verdict: BaseException | None) -> None:
         """Wake the waiting callers; each checks the state of the connection itself."""
-        waiters, managed.waiters = managed.waiters, []
-        managed.core.waiting -= len(waiters)
-        verdict = managed.core.verdict
-        for waiter in waiters:
+        for waiter in self._waiters.pop(endpoint, ()):
             if waiter.done():
                 continue
             if verdict is None:
                 waiter.set_result(None)
             else:
-                waiter.set_exception(raised(verdict, managed.config.address))
+                waiter.set_exception(raised(verdict, endpoint.config.address))
                 waiter.exception()  # mark it as retrieved: the waiter may have left
-        if verdict is not None:
-            managed.handler._fail_waiting(verdict)
 
-    def _set_timer(self, name: Hashable, delay: float, act: Callable[[], object]) -> None:
-        # By the loop's clock: the manager's clock may be simulated by a test.
-        self._timers.set(name, Clock.current().monotonic() + delay, act)
+    def requested(self, endpoint: Endpoint) -> None:
+        """A caller requests the connection."""
+        self.tell(endpoint, endpoint.requested, endpoint.handler.gate.used_at)
 
-    def _aged(self, managed: Managed) -> None:
-        self._tell(managed, managed.core.aged)
-        # A new channel sets the timer anew; until there is one, the renewal is retried.
-        self._set_age_timer(managed, again=True)
+    # -- reports of calls, from any thread -----------------------------------------------------
 
-    def _set_age_timer(self, managed: Managed, *, again: bool = False) -> None:
-        if (age := self._policy.max_age) is not None and not managed.core.closed:
-            delay = min(age / 10, RENEW_AGAIN) if again else age
-            # Jitter: channels that were made together would be renewed together.
-            delay *= 0.9 + 0.1 * self._clock.random.random()
-            self._set_timer((managed, "age"), delay, partial(self._aged, managed))
+    def call_failed(
+        self, endpoint: Endpoint, error: grpc.RpcError, live: Live, credential: int
+    ) -> None:
+        """Note the error of a call."""
+        code = error.code()
+        if code is grpc.StatusCode.UNAVAILABLE:
+            live.unavailable.append(None)
+        elif code is grpc.StatusCode.UNAUTHENTICATED and endpoint.refusals is not None:
+            endpoint.handler.gate.tell(endpoint.refused, credential)
+        try:
+            what = self._options.classify(error)
+        except Exception as defect:
+            _log_defect(endpoint, defect)
+            return
+        if what:
+            change = partial(self.broken, endpoint, live.number, error, renew=what == RENEW)
+            self.posting.post(change)
 
-    # -- connecting ----------------------------------------------------------------------------
+    def safely(self, endpoint: Endpoint, callback: Callable[[], object]) -> None:
+        """Call a callback of the user's for a call; its exception is logged."""
+        try:
+            callback()
+        except Exception as defect:
+            _log_defect(endpoint, defect)
 
-    def _start_dial(self, managed: Managed, attempt: int) -> None:
+    def refused(self, endpoint: Endpoint) -> None:
+        """The topology server has refused the credentials."""
+        self.tell(endpoint, endpoint.refused, endpoint.credential)
+
+    def release(self, gate: BaseGate, client: object | None) -> None:
+        """Return a channel."""
+        endpoint = gate.endpoint
+        if endpoint.is_last(client):
+            gate.refuse()  # at once, for calls of this thread
+        gate.tell(endpoint.given_back, client)
+
+    def settle(self) -> None:
+        """Wait until the reports of this thread are taken, but not for long."""
+        self.posting.settle()
+
+    # -- failures ------------------------------------------------------------------------------
+
+    def broken(
+        self,
+        endpoint: Endpoint,
+        generation: int | None,
+        cause: BaseException | str,
+        *,
+        renew: bool = False,
+    ) -> None:
+        """An error over a generation asks for a new connection; without a number, guess it."""
+        live, connected = endpoint.live, False
+        if generation is None:
+            generation = endpoint.blamed(self._clock.monotonic())
+        if isinstance(cause, BaseException):
+            renew = renew or bool(endpoint.strategy and endpoint.strategy.renews(cause))
+            connected = (renew or unavailable(cause)) and self._is_connected(live)
+            if endpoint.heeds(generation, connected):
+                cause = without_secrets(cause, _secrets(endpoint))
+        self.tell(
+            endpoint,
+            partial(
+                endpoint.broken,
+                generation,
+                cause,
+                connected=connected,
+                keep=not (endpoint.strategy is None or endpoint.strategy.always_recovers),
+                renew=renew,
+                follows=isinstance(endpoint.strategy, Follower),
+            ),
+        )
+
+    def _is_connected(self, live: Live | None) -> bool:
+        if live is None or self._kind is not grpc.Channel:
+            return live is not None and is_connected(live.channel)
+        with inside():
+            return is_connected(live.channel)
+
+    def renew(self, endpoint: Endpoint) -> bool:
+        """Make a new connection beside a live one; return whether it is being made."""
+        self.tell(endpoint, endpoint.renew, "the program asks for it")
+        return endpoint.is_being_replaced
+
+    async def _check(self, endpoint: Endpoint, live: Live) -> None:
+        """Check whether a channel lost its connection, or its server answered UNAVAILABLE."""
+        for pause in CHECK_PAUSES:
+            await asyncio.sleep(pause)
+            if not (connected := live is endpoint.live and self._is_connected(live)):
+                break
+        keep = not (endpoint.strategy is None or endpoint.strategy.always_recovers)
+        self.tell(endpoint, endpoint.checked, live, connected, keep=keep)
+        if connected and isinstance(endpoint.strategy, Follower):
+            endpoint.strategy.hurry()  # the server may no longer be the primary
+
+    def moved(self, endpoint: Endpoint, why: str) -> None:
+        """Replace the connection if the topology wants another member."""
+        advise = getattr(endpoint.strategy, "advise", None)
+        if advise is not None and advise(endpoint.address) is Advice.MOVE:
+            self.broken(endpoint, endpoint.generation, why)
+
+    async def _probe(self, endpoint: Endpoint, live: Live) -> None:
+        healthy = False
+        try:
+            async with asyncio.timeout(PROBE_TIMEOUT):
+                healthy = await answers(self._kind, live.channel, self._options.probe)
+        except (Exception, asyncio.CancelledError) as error:
+            raise_if_cancelled(error)
+            text = safe_text(error, _secrets(endpoint))
+            log.info("%s: the probe failed: %s", endpoint.address, text)
+        self.tell(endpoint, endpoint.probed, live, healthy)
+
+    # -- attempts to connect -------------------------------------------------------------------
+
+    def _start_dial(self, endpoint: Endpoint, attempt: int) -> None:
+        if self._kind is grpc.Channel:
+            used()
         if self._supervising is None:
             self._supervising = self._tasks.start(self._supervisor.start())
-        key, before = managed.key, self._dials.get(managed.key)
-        if isinstance(managed.strategy, TopologyMixin):
-            managed.strategy.counters = managed.core.counters
-        if isinstance(managed.strategy, Follower):
-            managed.strategy.credentials = managed.handler._credentials
-            managed.strategy.on_refused = managed.handler._refused_elsewhere
-        managed.dial = task = self._tasks.start(self._dial(managed, attempt, before))
-        self._dials[key] = task
+        try:
+            if endpoint.strategy is None:
+                self.give_strategy(endpoint)
+        except Exception as error:
+            self.tell(endpoint, endpoint.unable, without_secrets(error, _secrets(endpoint)))
+            return
+        key, before = endpoint.key, self._dials.get(endpoint.key)
+        self._dials[key] = task = self._tasks.start(self._dial(endpoint, attempt, before))
 
         def ended(task: asyncio.Task[None]) -> None:
             if self._dials.get(key) is task:
@@ -174,261 +347,198 @@ class Background:
 
         task.add_done_callback(ended)
 
+    def give_strategy(self, endpoint: Endpoint) -> None:
+        """Give an endpoint a strategy, and a place among those that have a connection."""
+        strategy = self._make_strategy(endpoint)
+        if isinstance(strategy, TopologyMixin):
+            strategy.serve(endpoint, self)
+        endpoint.uses(strategy)
+        self._table.wake(endpoint)
+
     async def _dial(
-        self, managed: Managed, attempt: int, before: asyncio.Task[None] | None
+        self, endpoint: Endpoint, attempt: int, before: asyncio.Task[None] | None
     ) -> None:
         if before is not None:
             await asyncio.wait({before})
         try:
-            await self._dial_once(managed, attempt)
+            await self._dial_once(endpoint, attempt)
         except asyncio.CancelledError as given_up:
             # The task keeps this error, whose frames, or those of its context, may hold a call. A
             # closed `grpc.aio` channel goes on connecting while a call over it is referenced.
             forget_frames(given_up)
             raise
 
-    async def _dial_once(self, managed: Managed, attempt: int) -> None:
-        channel = None
-        time_limit = managed.connect_timeout
-        limit = asyncio.timeout(time_limit)
+    async def _dial_once(self, endpoint: Endpoint, attempt: int) -> None:
+        channel, strategy = None, endpoint.strategy
+        limit = asyncio.timeout(time_limit := endpoint.connect_timeout)
         try:
             async with limit:
                 # The strategy is asked about an outage only, not about the renewal of a channel.
-                recovers = managed.core.machine.at("recovering")
                 if (
-                    recovers
-                    and not await run_callback(managed.strategy.on_unavailable, managed)
-                    and managed.handler._current is not None
+                    endpoint.recovering
+                    and not await run_callback(strategy.on_unavailable, endpoint)
+                    and endpoint.live is not None
                 ):
-                    self._tell(managed, managed.core.kept, attempt)
+                    self.tell(endpoint, endpoint.kept, attempt)
                     return
-                self._lose(managed, None)
-                config = with_rarer_pings(managed.config, managed.ping_factor)
-                channel = await run_callback(
-                    managed.strategy.create_handler, config, unwanted=close_unused
-                )
-                if (choices := getattr(managed.strategy, "choices", 1)) > 1:
+                if endpoint.recovering and endpoint.live is not None:
+                    self.tell(endpoint, endpoint.dropped)
+                config = with_rarer_pings(endpoint.config, endpoint.ping_factor)
+                channel = await run_callback(strategy.create_handler, config, unwanted=close_unused)
+                if (choices := getattr(strategy, "choices", 1)) > 1:
                     # A member that does not answer leaves time for the other members.
                     time_limit /= choices
                     limit.reschedule(asyncio.get_running_loop().time() + time_limit)
                 await until_ready(self._kind, channel)
         except TimeoutError as error:
             silent = ConnectFailed(
-                managed.trouble or f"{managed.config.address} has not answered for {time_limit:g} s"
+                _trouble(endpoint)
+                or f"{endpoint.config.address} has not answered for {time_limit:g} s"
             )
             # Another TimeoutError comes from the channel factory and is reported as it is.
-            await self._fail(managed, attempt, channel, silent if limit.expired() else error)
+            await self._fail(endpoint, attempt, channel, silent if limit.expired() else error)
         except asyncio.CancelledError:
             if not is_cancelled():
                 foreign = ConnectFailed("the factory, strategy or topology raised CancelledError")
-                await self._fail(managed, attempt, channel, foreign)
+                await self._fail(endpoint, attempt, channel, foreign)
                 return
             if channel is not None:
                 await self._discard(channel)
             raise
         except Exception as error:
-            await self._fail(managed, attempt, channel, error)
+            await self._fail(endpoint, attempt, channel, error)
         else:
-            await self._arrive(managed, attempt, channel)
+            await self._arrive(endpoint, attempt, channel)
+
+    async def _arrive(self, endpoint: Endpoint, attempt: int, channel: Any) -> None:
+        address = getattr(endpoint.strategy, "address", None) or endpoint.config.address
+        if not self.tell(endpoint, endpoint.dialed, attempt, channel, address):
+            await self._discard(channel)
+        elif isinstance(endpoint.strategy, Follower):
+            endpoint.strategy.arrived(address)
+            self.moved(endpoint, "the primary has moved meanwhile")
+
+    async def _fail(self, endpoint: Endpoint, attempt: int, channel: Any, error: Exception) -> None:
+        verdict = judge(error, made=channel is not None)
+        kept, text = _error_and_text(endpoint, error, verdict, made=channel is not None)
+        level = logging.INFO if verdict is Verdict.RETRY else logging.WARNING
+        log.log(level, "%s: %s", endpoint.address, text)
+        if channel is not None:
+            await self._discard(channel)
+        forget_frames(kept)
+        self.tell(endpoint, partial(endpoint.failed, attempt, kept, verdict=verdict))
 
     async def _discard(self, channel: Any) -> None:
         """Close an unused channel completely, also if this task is cancelled meanwhile."""
         try:
             await asyncio.shield(self._tasks.start(close_channel(channel)))
-        except Exception as error:  # the caller must still report the failure to the core
+        except Exception as error:  # the caller must still report the failure to the endpoint
             log.info("closing an unused channel failed: %s", type(error).__name__)
 
-    def broken(self, managed: Managed, generation: int, cause: BaseException | str) -> None:
-        """Report that a generation is broken; new calls wait for the next one."""
-        if isinstance(cause, BaseException) and self._is_news(managed, generation):
-            cause = self.without_secrets(managed, cause)
-        actions = managed.core.broken(
-            generation,
-            cause,
-            self._clock.monotonic(),
-            connected=isinstance(cause, BaseException)
-            and unavailable(cause)
-            and self._is_connected(managed, generation),
-        )
-        if managed.strategy.always_recovers:
-            self._lose(managed, cause if isinstance(cause, BaseException) else None)
-        self.carry_out(managed, actions)
+    # -- credentials ---------------------------------------------------------------------------
 
-    def _is_connected(self, managed: Managed, generation: int) -> bool:
-        live = managed.handler._current
-        with inside():
-            return live is not None and live.number == generation and is_connected(live.channel)
-
-    async def _check_connection(self, managed: Managed, generation: int) -> None:
-        """Check whether a generation lost its connection, or its server answered UNAVAILABLE."""
-        for pause in CHECK_PAUSES:
-            await asyncio.sleep(pause)
-            if not (connected := self._is_connected(managed, generation)):
-                break
-        cause = managed.core.suspected_cause
-        actions = managed.core.checked(generation, connected, self._clock.monotonic())
-        if managed.strategy.always_recovers:
-            self._lose(managed, cause if isinstance(cause, BaseException) else None)
-        self.carry_out(managed, actions)
-        if connected and isinstance(managed.strategy, Follower):
-            managed.strategy.hurry()  # the server may no longer be the primary
-
-    def without_secrets(self, managed: Managed, error: BaseException) -> BaseException:
-        """Return the error, or a redacted one if it shows a secret of this connection."""
-        return without_secrets(error, _secrets(managed))
-
-    def _is_news(self, managed: Managed, generation: int) -> bool:
-        """Whether the core will keep this cause: of many calls that fail together, the first."""
-        if managed.core.machine.at("recovering"):
-            return managed.strategy.always_recovers and managed.handler._live is not None
-        return generation == managed.generation
-
-    def _lose(self, managed: Managed, cause: BaseException | None) -> None:
-        if managed.core.machine.at("recovering") and managed.handler._live is not None:
-            if reports_too_many_pings(cause):
-                managed.ping_factor = min(2 * managed.ping_factor, MAX_PING_FACTOR)
-            managed.handler._lose(cause)
-
-    def moved(self, managed: Managed, why: str) -> None:
-        """Replace the connection if the topology wants another member."""
-        advise = getattr(managed.strategy, "advise", None)
-        if advise is not None and advise(managed.address) is Advice.MOVE:
-            self.broken(managed, managed.generation, why)
-
-    async def _arrive(self, managed: Managed, attempt: int, channel: Any) -> None:
-        address = getattr(managed.strategy, "address", None) or managed.config.address
-        if (actions := managed.core.dialled(attempt, self._clock.monotonic())) is None:
-            await self._discard(channel)
-            return
-        self._count_move(managed, address)
-        managed.address = address
-        if isinstance(managed.strategy, Follower):
-            managed.strategy.arrived(address)
-        managed.handler._swap(LiveChannel(managed.generation, channel, address))
-        self._set_age_timer(managed)
-        self.carry_out(managed, actions)
-        self.moved(managed, "the primary has moved meanwhile")
-
-    def _count_move(self, managed: Managed, address: str) -> None:
-        """Count a new channel that leads to another address than the one before."""
-        if managed.generation > 1 and managed.address != address:
-            managed.core.counters.moves += 1
-            why = f"it was connected to {managed.address} before"
-            self._recorder.record(f"rpc.{managed.config.address}", f"moved to {address}", cause=why)
-
-    async def _fail(self, managed: Managed, attempt: int, channel: Any, error: Exception) -> None:
-        verdict = judge(error, made=channel is not None)
-        kept, text = _error_and_text(managed, error, verdict, made=channel is not None)
-        level = logging.INFO if verdict is Verdict.RETRY else logging.WARNING
-        log.log(level, "%s: %s", managed.address, text)
-        if channel is not None:
-            await self._discard(channel)
-        forget_frames(kept)
-        if verdict is Verdict.REFUSED and managed.dedicated and not managed.generation:
-            verdict = Verdict.MISTAKE  # no other caller can wait for it
-        actions = managed.core.failed(attempt, kept, self._clock.monotonic(), verdict)
-        self.carry_out(managed, actions)
-
-    async def _probe(self, managed: Managed, generation: int) -> None:
-        healthy, live = False, managed.handler._live
-        if live is not None and live.number == generation:
-            try:
-                async with asyncio.timeout(PROBE_TIMEOUT):
-                    healthy = await answers(self._kind, live.channel, self._policy.probe)
-            except (Exception, asyncio.CancelledError) as error:
-                raise_if_cancelled(error)
-                text = safe_text(error, _secrets(managed))
-                log.info("%s: the probe failed: %s", managed.address, text)
-        self._tell(managed, managed.core.probed, generation, healthy)
-
-    # -- credentials and calls -----------------------------------------------------------------
-
-    async def _refresh(self, managed: Managed) -> None:
+    async def _refresh(self, endpoint: Endpoint) -> None:
         """Refresh refused credentials, once for all callers."""
-        handler, counters = managed.handler, managed.core.counters
         failure: BaseException | None = asyncio.CancelledError()
         try:
             try:
-                async with asyncio.timeout(managed.connect_timeout):
-                    await run_callback(handler._credentials.refresh)
+                async with asyncio.timeout(endpoint.connect_timeout):
+                    await run_callback(endpoint.handler.gate.credentials.refresh)
                 failure = None
             except Exception as error:
                 failure = error
-            counters.credential_refreshes += failure is None
-            counters.credential_refresh_failures += failure is not None
-            self._record_refresh(managed, failure)
+            self._record_refresh(endpoint, failure)
         finally:
-            handler._renewed(failure)
+            self.tell(endpoint, endpoint.refreshed, failure)
 
-    def _record_refresh(self, managed: Managed, failure: BaseException | None) -> None:
-        name, kind = f"rpc.{managed.config.address}", "info"
-        text, why = "the credentials were refreshed", "the server refused the previous ones"
+    def _record_refresh(self, endpoint: Endpoint, failure: BaseException | None) -> None:
+        kind, text = "info", "the credentials were refreshed"
+        why = "the server refused the previous ones"
         if failure is not None:
             kind, text = "failure", "the credentials were not refreshed"
-            why = safe_text(failure, _secrets(managed))
-            log.warning("%s: %s: %s", managed.address, text, why)
-        self._recorder.record(name, text, kind=kind, cause=why)
-
-    def unsent(self, managed: Managed, error: BaseException) -> None:
-        """Count a call that was not sent; record the first one of an outage."""
-        managed.core.counters.calls_unsent += 1
-        if managed.unsent_in != managed.generation:
-            managed.unsent_in = managed.generation
-            self._recorder.record(
-                f"rpc.{managed.config.address}",
-                "calls are not sent: no connection within their timeout",
-                kind="failure",
-                cause=error,
-            )
-
-    def _tell(self, managed: Managed, event: Callable[..., Actions], *given: Any) -> None:
-        self.carry_out(managed, event(*given, self._clock.monotonic()))
+            why = safe_text(failure, _secrets(endpoint))
+            log.warning("%s: %s: %s", endpoint.address, text, why)
+        self._recorder.record(endpoint.machine.name, text, kind=kind, cause=why)
 
     # -- the end -------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Close connections that had no client, call or waiter for `linger` seconds."""
-        for managed in self._table.unused(self._clock.monotonic(), self._policy.linger):
-            if self._table.detach(managed):
-                self.close(managed, "no client uses it")
+        """Let endpoints rest that had no client, call or waiter for `linger` seconds."""
+        linger = self._options.linger
+        for endpoint in self._table:
+            gate = endpoint.handler.gate
+            self.tell(endpoint, endpoint.swept, gate.calls, gate.used_at, linger)
 
-    def tree(self) -> Tree:
-        """Return the tree of the supervisor, with those of the topologies below it."""
-        own = self._supervisor.tree()
-        strategies = (managed.strategy for managed in self._table)
-        followed = [each.tree() for each in strategies if isinstance(each, Follower)]
-        return replace(own, children=(*own.children, *(tree for tree in followed if tree)))
+    def close(self, endpoint: Endpoint, why: str) -> None:
+        """Close an endpoint: it refuses new calls from now on, and those in flight may end."""
+        self.tell(endpoint, endpoint.close, why)
 
-    def close(self, managed: Managed, why: str) -> None:
-        """Close a connection: it refuses new calls from now on, and those in flight may end."""
-        self.carry_out(managed, managed.core.close(why))
+    def _end(self, endpoint: Endpoint, gate: BaseGate) -> None:
+        """Give up the attempt and the strategy of an endpoint that rests or is closed."""
+        dial = self._dials.get(endpoint.key)
+        if dial is not None and dial is not asyncio.current_task():
+            dial.cancel()
+        if endpoint.closed:
+            self._table.remove(endpoint)
+            gate.shut()
+        else:
+            self._table.rest(endpoint)
+        strategy = endpoint.strategy
+        endpoint.uses(None)
+        self._closings[endpoint] = self._tasks.start(self._finish(endpoint, strategy))
 
-    def _close(self, managed: Managed) -> None:
-        if managed.dial is not None and managed.dial is not asyncio.current_task():
-            managed.dial.cancel()
-        self._table.remove(managed)
-        self._timers.cancel((managed, "age"))
-        managed.handler._on_close = None
-        managed.handler._shut(CLOSING)
-        self._closings[managed] = self._tasks.start(self._finish_close(managed))
-
-    async def _finish_close(self, managed: Managed) -> None:
+    async def _finish(self, endpoint: Endpoint, strategy: Any) -> None:
         try:
-            await run_callback(managed.strategy.close_async, managed)
-            await run_callback(managed.handler._wait_closed)
+            if strategy is not None:
+                await run_callback(strategy.close_async, endpoint)
+            while endpoint.old:
+                await self._emptied.setdefault(endpoint, asyncio.Event()).wait()
         except Exception as error:
-            text = safe_text(error, _secrets(managed))
-            log.warning("%s: closing the connection failed: %s", managed.address, text)
+            text = safe_text(error, _secrets(endpoint))
+            log.warning("%s: closing the connection failed: %s", endpoint.address, text)
         finally:
-            self._closings.pop(managed, None)
+            if self._closings.get(endpoint) is asyncio.current_task():
+                del self._closings[endpoint]
 
-    async def closed(self, managed: Managed) -> None:
-        """Wait until a connection is closed."""
-        if (closing := self._closings.get(managed)) is not None:
+    async def _close_channel(self, endpoint: Endpoint, live: Live) -> None:
+        """Close a replaced channel; its calls, if there are any, end with UNAVAILABLE."""
+        why = "its channel was closed" if endpoint.closed else "its connection was replaced"
+        why = f"cut off from {live.address}: {why}; the server may have executed the call"
+        try:
+            if self._kind is grpc.Channel:  # closing may block
+                await in_thread(partial(_cut, live.channel, why), name="moored-rpc-close")
+            else:
+                await cut_async(live.channel, why)
+        except Exception:
+            log.exception("closing generation %d to %s failed", live.number, live.address)
+        finally:
+            if live.calls:  # which were cut
+                leaves_soon()
+            self._gone(endpoint, live)
+
+    def _gone(self, endpoint: Endpoint, live: Live) -> None:
+        endpoint.gone(live)
+        if not endpoint.old and (emptied := self._emptied.pop(endpoint, None)) is not None:
+            emptied.set()
+        endpoint.handler.gate.notify()
+
+    def _may_stay(self, endpoint: Endpoint, live: Live) -> bool:
+        """Whether the calls of a replaced channel may go on after their grace."""
+        with inside():
+            if not has_connection(live.channel):
+                return False
+        if live.address == endpoint.address:
+            return True
+        follower = endpoint.strategy
+        return isinstance(follower, Follower) and follower.advise(live.address) is not Advice.MOVE
+
+    async def closed(self, endpoint: Endpoint) -> None:
+        """Wait until an endpoint is closed."""
+        if (closing := self._closings.get(endpoint)) is not None:
             await asyncio.wait({closing})
 
     async def all_closed(self) -> None:
-        """Wait for all connections that are being closed."""
+        """Wait for all endpoints that are being closed."""
         if self._closings:
             await asyncio.wait(list(self._closings.values()))
 
@@ -441,9 +551,16 @@ class Background:
         if self._supervising is not None:
             await self._supervisor.stop()
 
+    def tree(self) -> Tree:
+        """Return the tree of the supervisor, with those of the topologies below it."""
+        own = self._supervisor.tree()
+        strategies = (endpoint.strategy for endpoint in self._table)
+        followed = [each.tree() for each in strategies if isinstance(each, Follower)]
+        return replace(own, children=(*own.children, *(tree for tree in followed if tree)))
+
 
 async def _sweep(background: weakref.ref[Background], every: float, ctx: Context) -> None:
-    """Close unused connections, until the manager is stopped or garbage."""
+    """Let unused endpoints rest, until the manager is stopped or garbage."""
     ctx.started()
     while True:
         await asyncio.sleep(every)
@@ -453,17 +570,40 @@ async def _sweep(background: weakref.ref[Background], every: float, ctx: Context
         del found
 
 
-def _secrets(managed: Managed) -> list[str]:
-    """The secrets of a connection, in all forms."""
-    return secrets_of(managed.config.token, *managed.handler._sent.lately)
+def _cut(channel: Any, why: str) -> None:
+    with inside():
+        cut(channel, why)
+
+
+def _log_defect(endpoint: Endpoint, defect: Exception) -> None:
+    # Without the exception's context, the error of the call, which may repeat the token.
+    text = trace(defect, _secrets(endpoint))
+    log.error("a callback for a call to %s failed\n%s", endpoint.address, text)
+
+
+def _secrets(endpoint: Endpoint) -> list[str]:
+    """The secrets of an endpoint, in all forms."""
+    return secrets_of(endpoint.config.token, *endpoint.handler.gate.sent.lately)
+
+
+def _trouble(endpoint: Endpoint) -> str:
+    """Why the current attempt makes no progress; "" if that is not known."""
+    return str(getattr(endpoint.strategy, "trouble", ""))
+
+
+def _unreached(endpoint: Endpoint) -> ConnectFailed:
+    """Return the error for a caller whose timeout has expired."""
+    last = endpoint.last_error
+    why = describe(last) if last is not None else _trouble(endpoint) or "the server does not answer"
+    return ConnectFailed(f"no connection to {endpoint.config.address} in time: {why}")
 
 
 def _error_and_text(
-    managed: Managed, error: Exception, verdict: Verdict, *, made: bool
+    endpoint: Endpoint, error: Exception, verdict: Verdict, *, made: bool
 ) -> tuple[BaseException, str]:
     """Return the error to keep and the text to log, also for an error that cannot be printed."""
-    secrets = _secrets(managed)
+    secrets = _secrets(endpoint)
     # An error before there is a channel comes from the user's program, not from the server.
-    found = with_hint(managed.config, error, known=managed.generation > 0) if made else error
+    found = with_hint(endpoint.config, error, known=endpoint.generation > 0) if made else error
     kept = without_secrets(found, secrets)
     return kept, hidden(where(error, verdict), secrets) or safe_text(kept, secrets)

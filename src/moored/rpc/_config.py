@@ -113,7 +113,7 @@ class ConnectionConfig:
         """What the key covers besides the address, the token and the options."""
         return None
 
-    @property
+    @cached_property
     def secure(self) -> bool:
         """Whether the connection is encrypted."""
         if self.options.get("channel_credentials") is not None:
@@ -138,7 +138,7 @@ class ConnectionConfig:
 
     def __getstate__(self) -> dict[str, Any]:
         # Without the key: the process that unpickles this has another salt.
-        return {name: value for name, value in vars(self).items() if name != "key"}
+        return {name: value for name, value in vars(self).items() if name not in ("key", "secure")}
 
     def __repr__(self) -> str:
         shown = [f"uri={self.shown!r}", f"address={self.address!r}"]

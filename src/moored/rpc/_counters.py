@@ -21,7 +21,7 @@ class Counters:
     recoveries: int = _count("Times that a broken connection was replaced.")
     probes_healthy: int = _count("Probes of idle connections at a checkout that were answered.")
     probes_unhealthy: int = _count("Probes that were not answered.")
-    renewals: int = _count("Channels that were replaced because of their age.")
+    renewals: int = _count("Channels that were replaced while their connection worked.")
     moves: int = _count("Moves of a connection to another member of the topology.")
     topology_fetches: int = _count("Successful topology fetches.")
     topology_fetch_failures: int = _count("Failed topology fetches.")

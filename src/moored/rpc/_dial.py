@@ -18,17 +18,20 @@ from typing import Any, Protocol
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from moored.kernel import HIDDEN, awaited, run_callback, start_thread
+from moored.kernel import HIDDEN, all_of, awaited, run_callback, start_thread
 
+from ._channel_pool import lanes_of
 from ._config import ConnectionConfig
 from ._errors import ConfigError, ConnectFailed
-from ._fork import GrpcVisit, inside
+from ._fork import enter, inside, leave
 from ._tls_hints import unusable
 
 __all__ = [
+    "PROBE_TIMEOUT",
     "CredentialProvider",
     "Metadata",
     "TokenCredentials",
+    "answers",
     "channel_options",
     "close_channel",
     "close_unused",
@@ -36,7 +39,10 @@ __all__ = [
     "make_aio_channel",
     "make_channel",
     "ready",
+    "refused",
     "reports_too_many_pings",
+    "unavailable",
+    "until_ready",
     "with_rarer_pings",
 ]
 
@@ -67,6 +73,20 @@ _NO_FILE = {errno.ENOENT, errno.EACCES, errno.EISDIR, errno.ENOTDIR, errno.ENAME
 
 #: What the error of a server that received too many pings contains.
 _TOO_MANY_PINGS = ("too_many_pings", "too many pings", "enhance_your_calm")
+
+#: The timeout of a probe, in seconds.
+PROBE_TIMEOUT = 5.0
+
+_HEALTH = "/grpc.health.v1.Health/Check"
+#: `grpc.health.v1.HealthCheckResponse` with the status SERVING.
+_SERVING = b"\x08\x01"
+#: Codes that gRPC itself returns when the server does not answer. Any other code is an answer of
+#: the server, such as UNIMPLEMENTED or UNAUTHENTICATED.
+_SILENT = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.CANCELLED,
+)
 
 #: Any method will do: the answer UNIMPLEMENTED shows that the server is reachable, too.
 _ANY_METHOD = "/grpc.health.v1.Health/Check"
@@ -180,6 +200,21 @@ def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str
     return list(options.items())
 
 
+def unavailable(error: BaseException) -> bool:
+    """Whether the error is UNAVAILABLE: a new connection may help.
+
+    A live server may answer UNAVAILABLE, too.
+    """
+    code = getattr(error, "code", None)
+    return callable(code) and code() is grpc.StatusCode.UNAVAILABLE
+
+
+def refused(error: BaseException) -> bool:
+    """Whether the error is UNAUTHENTICATED: the server refuses the credentials."""
+    code = getattr(error, "code", None)
+    return callable(code) and code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 def reports_too_many_pings(error: BaseException | None) -> bool:
     """Whether the server has ended the connection because it received too many pings."""
     details = getattr(error, "details", None)
@@ -245,6 +280,58 @@ async def ready(channel: Any) -> None:
         raise ConnectFailed(f"cannot connect to the server: {why}")
 
 
+async def until_ready(kind: type, channel: Any) -> None:
+    """Wait until the channel, or each channel of a pool, is connected.
+
+    An object that is no gRPC channel and has no `channel_ready` counts as connected.
+
+    :param kind: the kind of the manager's channels: `grpc.Channel` or `grpc.aio.Channel`.
+    """
+    await all_of(*(_until_ready(kind, lane) for lane in lanes_of(channel)))
+
+
+async def _until_ready(kind: type, channel: Any) -> None:
+    threads = kind is grpc.Channel
+    if channel is None or isinstance(channel, grpc.aio.Channel if threads else grpc.Channel):
+        raise ConfigError(
+            f"handler_factory or the strategy must return a {'grpc' if threads else 'grpc.aio'}"
+            ".Channel for this manager, "
+            f"not {'None' if channel is None else 'a channel for the other kind of manager'}"
+        )
+    if isinstance(channel, kind):
+        await ready(channel)
+    elif (wait := getattr(channel, "channel_ready", None)) is not None:
+        await wait()
+
+
+async def answers(kind: type, channel: Any, probe: Callable[[Any], Any] | None) -> bool:
+    """Whether the server answers over the channel, or over each channel of a pool.
+
+    :param probe: checks one channel, plain or async; by default with `grpc.health.v1`.
+    """
+    return all(await all_of(*(_answers(kind, lane, probe) for lane in lanes_of(channel))))
+
+
+async def _answers(kind: type, channel: Any, probe: Callable[[Any], Any] | None) -> bool:
+    if probe is None:
+        return await _is_serving(channel)
+    if kind is grpc.aio.Channel:
+        return bool(await awaited(probe(channel)))
+    # A blocking call has a thread of its own.
+    return bool(await run_callback(partial(_inside, probe, channel), name="moored-rpc-probe"))
+
+
+def _inside(probe: Callable[[Any], Any], channel: grpc.Channel) -> Any:
+    with inside():
+        return probe(channel)
+
+
+async def _is_serving(channel: Any) -> bool:
+    call = await ended_call(channel, channel.unary_unary(_HEALTH), timeout=PROBE_TIMEOUT)
+    code = await call.code()
+    return bool(await call == _SERVING if code is grpc.StatusCode.OK else code not in _SILENT)
+
+
 async def close_channel(channel: Any) -> None:
     """Close a channel of either kind, or a user's own object, without blocking the loop."""
     if isinstance(channel, grpc.Channel):
@@ -280,41 +367,33 @@ async def ended_call(channel: Any, ask: Any, request: Any = b"", **options: Any)
 
 
 class _AwaitableCall:
-    """A call over a `grpc.Channel` that can be awaited; it is made again if a fork interrupts it.
+    """A call over a `grpc.Channel` that can be awaited.
 
     Create it on the loop, and await `code` first.
     """
 
     def __init__(self, ask: Any, request: Any, options: dict[str, Any]) -> None:
-        self._start = partial(ask.future, request, **options)
         self._loop = asyncio.get_running_loop()
-        self._begin()
-
-    def _begin(self) -> None:
         self._over: asyncio.Future[None] = self._loop.create_future()
-        self._visit = visit = GrpcVisit()
+        enter()
         try:
-            self._call = self._start()
+            self._call = ask.future(request, **options)
         except BaseException:
-            visit.end()
+            leave()
             raise
-        visit.on_interrupt(self._call.cancel)
-        self._call.add_done_callback(partial(self._tell_loop, visit, self._over))
+        self._call.add_done_callback(self._tell_loop)
 
-    def _tell_loop(self, visit: GrpcVisit, over: asyncio.Future[None], call: Any) -> None:
+    def _tell_loop(self, call: Any) -> None:
         # This runs in a thread of gRPC, which does not call back into gRPC's core.
-        visit.end()
+        leave()
         try:
-            self._loop.call_soon_threadsafe(_tell, over)
+            self._loop.call_soon_threadsafe(_tell, self._over)
         except RuntimeError:  # the loop is closed: no task waits
             pass
 
     async def code(self) -> grpc.StatusCode:
         """Wait for the end of the call; return its status code."""
         await self._over
-        while self._visit.interrupted:
-            self._begin()
-            await self._over
         return self._call.code()
 
     async def details(self) -> Any:

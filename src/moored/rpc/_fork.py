@@ -1,14 +1,12 @@
 """Managers in a process that forks.
 
-gRPC has threads of its own, and a fork copies none of them: a child that is forked while one of
-them works may wait forever for its result. So no thread is inside gRPC during a fork: new calls are
-delayed, calls in flight are awaited, and so is background work; a connect or a probe is interrupted
-and made again after the fork. The loop thread stops between two steps, so that no change is half
-made. The parent then continues; the child starts without connections.
+A fork copies only the thread that forks. If no other thread was inside gRPC, the child can use
+gRPC: there, every channel rests, and connects anew at its next call. Otherwise gRPC may hang or
+crash in the child, which nothing can mend: every call there is refused, with an error that says
+what to do. The fork itself waits for nothing.
 
-If a call (a stream, for instance) does not end within 0.2 s in total, gRPC may hang in the child:
-managers refuse every call there. The same holds if a `grpc.aio` channel is open, because a thread
-of gRPC polls for its events all the time.
+The child decides, from its copy of the memory: between a check in the parent and the fork, another
+thread could begin a call. Only threads are listed before the fork, because the child forgets them.
 """
 
 from __future__ import annotations
@@ -16,146 +14,74 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from moored.kernel import LoopThread, at_fork
 
-from ._channel_pool import lanes_of
 from ._clients import Clients
 from ._errors import ManagerClosed
-from ._live_channel import LiveChannel
 
 if TYPE_CHECKING:
-    from ._handler import Handler
+    from ._gate import Gate
 
 __all__ = [
-    "GrpcVisit",
+    "enter",
     "inside",
     "is_broken",
-    "is_busy",
-    "is_watched",
     "keep",
+    "leave",
+    "leaves_soon",
     "must_not_wait",
     "refuse_broken",
     "register",
     "register_manager",
+    "used",
 ]
 
-#: Seconds that a fork waits for calls in flight; new calls and the forking thread wait meanwhile.
-PATIENCE = 0.2
-#: Seconds that a fork waits for the loop thread at least; its steps are short.
-MOMENT = 0.02
-#: Further seconds for gRPC's threads that watch a channel with connectivity callbacks: they wake up
-#: every 0.2 s.
-WATCHED = 0.05
-
-_CALLS = (
-    "gRPC calls were in flight that did not end soon, so gRPC may hang here: end streams "
-    "before a fork, or start processes with the method spawn"
+_AFTER = "create the channels after the fork, or start processes with the method spawn"
+_BUSY = (
+    "gRPC was at work (a call, a stream, a connect, a connectivity callback or a server), so it "
+    f"may hang here: {_AFTER}"
 )
-_ASYNCIO = (
-    "a grpc.aio channel was open, so gRPC may hang here: fork before the first of them "
-    "is opened, or after the last is closed, or start processes with the method spawn"
-)
-
+_ASYNCIO = f"a grpc.aio channel was open, so gRPC may hang here: {_AFTER}"
 _DISABLED = (
     "gRPC's fork support was turned off (GRPC_ENABLE_FORK_SUPPORT), so gRPC cannot "
     "work here: leave that variable unset, or start processes with the method spawn"
 )
-# gRPC reads the variable once, too. Setting it to true does not help: the parent's calls may hang.
-_disabled = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").lower() in ("0", "false", "no", "off")
+# gRPC reads the variable once, too, and takes these words. Setting it to true does not help: the
+# parent's calls may hang.
+_disabled = os.environ.get("GRPC_ENABLE_FORK_SUPPORT", "1").strip().lower() in (
+    *("0", "f", "false"),
+    *("n", "no"),
+)
 
-
-class GrpcVisit:
-    """A period in which a thread is inside gRPC, until `end`, which any thread may call.
-
-    The constructor waits while a fork is in progress.
-    """
-
-    def __init__(self) -> None:
-        #: Whether a fork has interrupted the visit: its failure may be due to that alone.
-        self.interrupted = False
-        self._interrupt: Callable[[], object] | None = None
-        _gate.enter(self)
-
-    def on_interrupt(self, act: Callable[[], object]) -> None:
-        """Set the callback that interrupts the visit; its code must retry after the fork."""
-        self._interrupt = act
-        if self.interrupted:
-            act()
-
-    def hurry(self) -> None:
-        """Interrupt the visit, because a fork waits for it."""
-        self.interrupted = True
-        if self._interrupt is not None:
-            self._interrupt()
-
-    def end(self) -> None:
-        """End the visit; calling it twice is harmless."""
-        _gate.leave(self)
-
-
-class _Gate:
-    """The current visits to gRPC, other than users' calls."""
-
-    def __init__(self) -> None:
-        # Reentrant: the garbage collector may end a visit anywhere.
-        self._changed = threading.Condition(threading.RLock())
-        self._visits: set[GrpcVisit] = set()
-        self._shut = False
-
-    def enter(self, visit: GrpcVisit) -> None:
-        with self._changed:
-            while self._shut:
-                self._changed.wait()
-            self._visits.add(visit)
-
-    def leave(self, visit: GrpcVisit) -> None:
-        with self._changed:
-            self._visits.discard(visit)
-            self._changed.notify_all()
-
-    def shut(self, patience: float) -> bool:
-        """Delay new visits, and wait for the current ones; return whether all have ended."""
-        deadline = monotonic() + patience
-        with self._changed:
-            self._shut = True
-            visits = list(self._visits)
-        for visit in visits:
-            visit.hurry()
-        with self._changed:
-            while self._visits and (left := deadline - monotonic()) > 0:
-                self._changed.wait(left)
-            return not self._visits
-
-    def open(self) -> None:
-        with self._changed:
-            self._shut = False
-            self._changed.notify_all()
-
-
-_gate = _Gate()
-#: All handlers for threads, also closed ones, whose calls may still be in flight.
-_handlers: Clients[Handler] = Clients()
+#: All gates for threads, also of closed channels, whose calls may still be in flight.
+_gates: Clients[Gate] = Clients()
 _managers: Clients[Any] = Clients()
-#: Makes threads fork one after the other.
-_forking = threading.Lock()
+#: One entry for each thread that is inside gRPC, other than for a user's call.
+_inside: list[None] = []
 #: gRPC objects that a child has inherited: neither using nor freeing them is safe there.
 _inherited: list[object] = []
-#: Why gRPC was not quiet at the last fork, for the child to read.
-_noise: str | None = None
-#: The pause of the loop thread during the current fork.
-_pause: _LoopPause | None = None
+#: Seconds that a thread of gRPC may stay inside after its work has ended: 0.2 in grpcio 1.85, and
+#: longer on a busy machine.
+LEAVING = 0.5
+#: Until when such a thread may be inside.
+_left_at = float("-inf")
+#: Whether threads that are always inside gRPC ran before the last fork: those of servers, and the
+#: poller of `grpc.aio`.
+_served = _polled = False
+#: Whether this process, or one that it was forked from, has connected.
+_used = False
 #: Why gRPC may hang in this process.
 _broken: str | None = None
 
 
-def register(handler: Handler) -> None:
-    """Keep a handler out of gRPC during forks, as long as it lives."""
-    _handlers.add(handler)
+def register(gate: Gate) -> None:
+    """Reset a gate in each child, as long as it lives."""
+    _gates.add(gate)
 
 
 def register_manager(manager: Any) -> None:
@@ -163,25 +89,36 @@ def register_manager(manager: Any) -> None:
     _managers.add(manager)
 
 
+def enter() -> None:
+    """Note that a thread is inside gRPC, until `leave`."""
+    _inside.append(None)
+
+
+def leave() -> None:
+    """Note that a thread has left gRPC."""
+    _inside.pop()
+
+
+def used() -> None:
+    """Note that gRPC has threads in this process from now on."""
+    global _used
+    _used = True
+
+
+def leaves_soon() -> None:
+    """Note that a thread of gRPC has lost its work, and leaves gRPC in a moment."""
+    global _left_at
+    _left_at = monotonic() + LEAVING
+
+
 @contextmanager
 def inside() -> Iterator[None]:
     """Mark this thread as inside gRPC, for a short block."""
-    visit = GrpcVisit()
+    enter()
     try:
         yield
     finally:
-        visit.end()
-
-
-def is_busy(live: LiveChannel) -> bool:
-    """Whether calls or watchers of this generation are inside gRPC."""
-    return bool(live.calls) or is_watched(live.channel)
-
-
-def is_watched(channel: Any) -> bool:
-    """Whether a thread of gRPC watches the state of a channel; it ends within 0.2 s."""
-    states = (getattr(lane, "_connectivity_state", None) for lane in lanes_of(channel))
-    return any(getattr(state, "polling", False) for state in states)
+        leave()
 
 
 def is_broken() -> bool:
@@ -205,77 +142,34 @@ def keep(thing: object) -> None:
     _inherited.append(thing)
 
 
-class _LoopPause:
-    """Stops the loop thread between two steps, while a fork is in progress."""
-
-    def __init__(self) -> None:
-        self._stopped, self._over = threading.Event(), threading.Event()
-        loop = LoopThread.shared()
-        #: Whether the loop thread may be in the middle of a step.
-        self._needed = loop.alive and not loop.is_current
-        if self._needed:
-            loop.submit(self._stop())
-
-    async def _stop(self) -> None:
-        self._stopped.set()
-        self._over.wait()
-
-    def reached(self, patience: float) -> bool:
-        """Wait until the loop thread has stopped; return whether it has."""
-        return not self._needed or self._stopped.wait(patience)
-
-    def end(self) -> None:
-        self._over.set()
-
-
 def _before() -> None:
-    global _noise, _pause
-    _forking.acquire()
-    ends = monotonic() + PATIENCE
-    for handler in _handlers:  # all first, so that their calls end at the same time
-        handler.shut_gate()
-    # The loop thread first: from then on, no connection is made.
-    _pause = _LoopPause() if len(_handlers) else None
-    stopped = _pause is None or _pause.reached(PATIENCE)
-    quiet = _drain(ends)
-    gone = _gate.shut(max(MOMENT, ends - monotonic()))
-    _noise = None if stopped and quiet and gone else _CALLS
-    if _disabled:
-        _noise = _DISABLED
-    elif _polled():
-        _noise = _ASYNCIO
+    global _served, _polled
+    targets = [getattr(thread, "_target", None) for thread in threading.enumerate()]
+    names = [getattr(target, "__qualname__", "") for target in targets]
+    _polled = any(name.endswith("._poll_wrapper") for name in names)
+    _served = any(getattr(target, "__module__", "") == "grpc._server" for target in targets)
 
 
-def _polled() -> bool:
-    """Whether gRPC's poller thread for asyncio runs: it is always inside gRPC."""
-    return any("_poll_wrapper" in thread.name for thread in threading.enumerate())
-
-
-def _drain(ends: float) -> bool:
-    quiet = True
-    for handler in _handlers:
-        quiet = handler.drain(ends - monotonic()) and quiet
-    return quiet
-
-
-def _in_parent() -> None:
-    _gate.open()
-    if _pause is not None:
-        _pause.end()
-    for handler in _handlers:
-        handler.resume()
-    _forking.release()
+def _noise() -> str | None:
+    """Return why gRPC was not quiet at the fork; None if it was."""
+    if _disabled and _used:
+        return _DISABLED
+    if _polled:
+        return _ASYNCIO
+    leaving = monotonic() < _left_at
+    busy = _inside or leaving or _served or any(gate.calls or gate.watched for gate in _gates)
+    return _BUSY if busy else None
 
 
 def _in_child() -> None:
-    global _gate, _forking, _broken
-    _gate, _forking = _Gate(), threading.Lock()
-    if _noise is not None and _broken is None:
-        _broken = f"process {os.getpid()} was forked while {_noise}"
-    for handler in _handlers:
-        handler.reset()
+    global _broken
+    if _broken is None and (noise := _noise()) is not None:
+        _broken = f"process {os.getpid()} was forked while {noise}"
+    _inside.clear()
+    for gate in _gates:
+        gate.reset()
     for manager in _managers:
         manager._after_fork_in_child()
 
 
-at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)
+at_fork(before=_before, after_in_child=_in_child)

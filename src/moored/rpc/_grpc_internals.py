@@ -113,6 +113,9 @@ class _CuttableCore:
     def __init__(self, core: Any, intercepted: bool) -> None:
         self._core = core
         self._intercepted = intercepted
+        # What gRPC asks most; the rest is passed on by name.
+        self.close, self.closed = core.close, core.closed
+        self.check_connectivity_state = core.check_connectivity_state
         self.calls: weakref.WeakSet[_CuttableCall] = weakref.WeakSet()
 
     def __getattr__(self, name: str) -> Any:

@@ -18,35 +18,80 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any, ClassVar, Self
 
 import grpc  # type: ignore[import-untyped]
 
-from moored.kernel import Clock, DeadlineExceeded, LoopThread
+from moored.kernel import Clock, DeadlineExceeded, LoopThread, at_fork
 
 from . import _fork
 from ._clients import refuse_unreferable
 from ._config import ConnectionConfig
+from ._endpoint import Endpoint
 from ._errors import ConfigError, ManagerClosed, no_config
 from ._fork import must_not_wait
+from ._gate import Gate
 from ._handler import Handler
-from ._managed import ManagedConnection
 from ._manager_base import ManagerBase
 from ._manager_options import ManagerOptions
 from ._secrets import trace
 from ._strategies import GlobalStrategy, RegularStrategy
 
-__all__ = ["ConnectionManager"]
+__all__ = ["ChangeQueue", "ConnectionManager"]
 
 log = logging.getLogger("moored.rpc")
-
-Managed = ManagedConnection[Handler]
 
 #: Seconds that `close` waits for connections to close.
 CLOSE_TIMEOUT = 30.0
 #: Seconds that a failed call waits until the loop thread has seen its error.
 PATIENCE = 1.0
+
+
+class ChangeQueue:
+    """Changes that wait for the loop thread; any thread may add one, anywhere."""
+
+    def __init__(self) -> None:
+        self._changes: deque[Callable[[], object]] = deque()
+        #: Whether a task that makes them is scheduled.
+        self.scheduled = False
+
+    def post(self, change: Callable[[], object]) -> None:
+        self._changes.append(change)
+        if not self.scheduled and not sys.is_finalizing():
+            self._schedule()
+
+    def settle(self) -> None:
+        """Wait until the changes that this thread has posted are made, but not for long."""
+        if self.scheduled and not must_not_wait():
+            with suppress(DeadlineExceeded):
+                LoopThread.shared().run(_nothing(), PATIENCE)
+
+    def _schedule(self) -> None:
+        self.scheduled = True
+        try:
+            LoopThread.shared().submit(self._make_changes())
+        except BaseException:
+            self.scheduled = False
+            raise
+
+    async def _make_changes(self) -> None:
+        while self._changes:
+            change = self._changes.popleft()
+            try:
+                change()
+            except Exception as error:
+                log.error("a change of the manager failed\n%s", trace(error, ()))
+        self.scheduled = False
+        if self._changes:  # meanwhile, by a thread that has read True
+            self._schedule()
+
+    def forked(self) -> None:
+        """Forget the changes of the parent's threads."""
+        self._changes.clear()
+        self.scheduled = False
+
+    def __bool__(self) -> bool:
+        return bool(self._changes)
 
 
 class ConnectionManager(ManagerBase[Handler]):
@@ -56,18 +101,16 @@ class ConnectionManager(ManagerBase[Handler]):
     own, with `with ConnectionManager(…) as manager:`. Options: see `ManagerOptions`.
     """
 
-    _handler_type, _channel_type = Handler, grpc.Channel
+    _handler_type, _gate_type, _channel_type = Handler, Gate, grpc.Channel
     _regular, _moving = RegularStrategy, GlobalStrategy
 
     _instance: ClassVar[Any] = None
     _making: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, **options: Any) -> None:
-        policy = ManagerOptions.of(options)
-        super().__init__(policy, policy.clock or Clock.system())
-        #: Changes that wait for the loop thread, and whether a task that makes them is scheduled.
-        self._posted: deque[Callable[[], object]] = deque()
-        self._scheduled = False
+        checked = ManagerOptions.of(options)
+        self._queue = ChangeQueue()
+        super().__init__(checked, checked.clock or Clock.system(), self._queue)
         _fork.register_manager(self)
 
     @classmethod
@@ -101,11 +144,10 @@ class ConnectionManager(ManagerBase[Handler]):
             raise no_config(config)
         if not dedicated:
             # The common case first: a connection that exists and was used recently.
-            found: Managed | None = self._table.entries.get(config.key)
-            if found is not None:
-                handler = found.handler  # first: the sweeper gives `found` another one to close
-                if found.hand_out(client, self._clock.monotonic()):
-                    return handler
+            found: Endpoint | None = self._table.awake.get(config.key)
+            if found is not None and found.hand_out(client, self._clock.monotonic()):
+                handler: Handler = found.handler
+                return handler
         if client is not None:
             refuse_unreferable(client)
         if sys.is_finalizing():
@@ -115,7 +157,7 @@ class ConnectionManager(ManagerBase[Handler]):
                 "get_or_create was called again from a credentials or strategy factory of its own "
                 "manager, or from a finalizer: create the channel outside of it"
             )
-        deadline = self._deadline(timeout, self._policy.connect_timeout)
+        deadline = self._deadline(timeout)
         return LoopThread.shared().run(self._obtain(config, dedicated, client, timeout, deadline))
 
     def release(self, handler: Handler, client: object | None = None) -> None:
@@ -124,11 +166,8 @@ class ConnectionManager(ManagerBase[Handler]):
         It does not wait, so it may be called in `__del__`. A dedicated connection refuses new
         calls, and is closed when its calls in flight have ended.
         """
-        self._check(handler)
-        managed = self._table.of(handler)
-        if handler._own_key is not None or (managed is not None and managed.is_last(client)):
-            handler._released = True  # at once, for calls of this thread
-        self._change(partial(self._give_back, handler, client))
+        self._endpoint_of(handler)
+        self._background.release(handler.gate, client)
 
     def handle_error(
         self,
@@ -153,6 +192,20 @@ class ConnectionManager(ManagerBase[Handler]):
             return False
         return LoopThread.shared().run(self._handle(handler, error, timeout, generation))
 
+    def renew(self, handler: Handler) -> bool:
+        """Make a new connection for new calls; those in flight go on over the present one.
+
+        Return whether it is being made: not without a connection, nor within 5 s of the last time.
+        """
+        endpoint = self._endpoint_of(handler)
+        if _fork.is_broken() or must_not_wait():
+            return False
+
+        async def renew() -> bool:
+            return self._background.renew(endpoint)
+
+        return LoopThread.shared().run(renew())
+
     def get_stats(self) -> dict[str, Any]:
         """Return the number of connections, the state of each, and the counters."""
         if not LoopThread.shared().alive or must_not_wait():
@@ -169,8 +222,8 @@ class ConnectionManager(ManagerBase[Handler]):
         It does not wait when a finalizer calls it on the loop thread, or during interpreter
         shutdown.
         """
-        if self._posted or len(self._table) or self._table.asleep or LoopThread.shared().alive:
-            self._change(self._end_all)
+        if self._queue or self._table.all() or LoopThread.shared().alive:
+            self._queue.post(self._end_all)
             if not must_not_wait():
                 LoopThread.shared().run(self._background.all_closed(), CLOSE_TIMEOUT)
 
@@ -187,69 +240,29 @@ class ConnectionManager(ManagerBase[Handler]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- on the loop thread --------------------------------------------------------------------
-
-    def _change(self, change: Callable[[], object]) -> None:
-        self._posted.append(change)
-        if not self._scheduled and not sys.is_finalizing():
-            self._schedule()
-
-    def _schedule(self) -> None:
-        self._scheduled = True
-        try:
-            LoopThread.shared().submit(self._make_changes())
-        except BaseException:
-            self._scheduled = False
-            raise
-
-    async def _make_changes(self) -> None:
-        while self._posted:
-            change = self._posted.popleft()
-            try:
-                change()
-            except Exception as error:
-                log.error("a change of the manager failed\n%s", trace(error, ()))
-        self._scheduled = False
-        if self._posted:  # meanwhile, by a thread that has read True
-            self._schedule()
-
-    def _settle(self) -> None:
-        """Wait until the changes that this thread has posted are made, but not for long."""
-        if self._scheduled and not must_not_wait():
-            with suppress(DeadlineExceeded):
-                LoopThread.shared().run(_nothing(), PATIENCE)
-
-    def _new_handler(self, config: ConnectionConfig) -> Handler:
-        handler = super()._new_handler(config)
-        handler._settle = self._settle
-        return handler
-
-    # -- after a fork --------------------------------------------------------------------------
-
     def _after_fork_in_child(self) -> None:
         """Drop all channels, which belong to the parent: the next call connects anew."""
-        self._posted.clear()  # by threads of the parent
-        self._scheduled = True  # a finalizer may post a change: it is made when this is done
         _fork.keep(self._background)
+        self._table.unlock()
         self._background = self._new_background()
-        # A thread of the parent may have held it.
-        ConnectionManager._making = threading.RLock()
-        for managed in self._table:
-            self._inherit(managed)
-        self._scheduled = False
-        if self._posted:
-            self._schedule()
+        for endpoint in self._table.all():
+            _fork.keep((endpoint.live, endpoint.old, endpoint.strategy))
+            endpoint.forked()
+            endpoint.handler.gate.serve(self._background)
+            if endpoint.closed:
+                self._table.remove(endpoint)
+            else:
+                self._table.rest(endpoint)
+        self._queue.forked()
 
-    def _inherit(self, managed: Managed) -> None:
-        generations = managed.core.generations
-        managed.waiters = []
-        managed.dial = None
-        managed.core = self._new_core(managed.config)
-        managed.core.inherited(generations, "this process was forked")
-        # A strategy that follows a topology has a task on a loop of the parent.
-        _fork.keep(managed.strategy)
-        self._give_strategy(managed)
+    @classmethod
+    def unlock(cls) -> None:
+        """Make a new lock: in the child of a fork, a thread of the parent may have held it."""
+        cls._making = threading.RLock()
 
 
 async def _nothing() -> None:
     """Run after the changes that were posted before."""
+
+
+at_fork(after_in_child=ConnectionManager.unlock)

@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import Clock
 
-from ._clients import refuse_unreferable
+from ._background import AtOnce
 from ._config import ConnectionConfig
+from ._endpoint import Endpoint
 from ._errors import ChannelError, no_config
 from ._fork import refuse_broken
-from ._handler_async import AsyncHandler
-from ._managed import ManagedConnection
+from ._gate import AsyncGate
+from ._handler import AsyncHandler
 from ._manager_base import ManagerBase
 from ._manager_options import ManagerOptions
 from ._strategies import AsyncGlobalStrategy, AsyncRegularStrategy
 
 __all__ = ["AsyncConnectionManager"]
-
-Managed = ManagedConnection[AsyncHandler]
 
 
 class AsyncConnectionManager(ManagerBase[AsyncHandler]):
@@ -34,14 +32,14 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
     `ManagerOptions`.
     """
 
-    _handler_type, _channel_type = AsyncHandler, grpc.aio.Channel
+    _handler_type, _gate_type, _channel_type = AsyncHandler, AsyncGate, grpc.aio.Channel
     _regular, _moving = AsyncRegularStrategy, AsyncGlobalStrategy
 
     _instances: ClassVar[weakref.WeakValueDictionary[int, Any]] = weakref.WeakValueDictionary()
 
     def __init__(self, **options: Any) -> None:
-        policy = ManagerOptions.of(options)
-        super().__init__(policy, policy.clock or Clock.current())
+        checked = ManagerOptions.of(options)
+        super().__init__(checked, checked.clock or Clock.current(), AtOnce())
         self._loop = weakref.ref(asyncio.get_running_loop())
 
     @classmethod
@@ -80,31 +78,18 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
             raise no_config(config)
         if not dedicated:
             # The common case first: a connection that exists and was used recently.
-            found: Managed | None = self._table.entries.get(config.key)
+            found: Endpoint | None = self._table.awake.get(config.key)
             if found is not None and found.hand_out(client, self._clock.monotonic()):
-                return found.handler
-        if client is not None:
-            refuse_unreferable(client)
-        deadline = self._deadline(timeout, self._policy.connect_timeout)
-        return await self._obtain(config, dedicated, client, timeout, deadline)
-
-    def open_channel(self, config: ConnectionConfig, client: object) -> AsyncHandler:
-        """Return the channel to an endpoint at once, as `get_or_create` does when it is connected.
-
-        Until then, and while there is no connection, calls wait for it within their timeouts.
-        """
-        managed = self._find_or_open(config, dedicated=False, timeout=None)
-        managed.taken(client)
-        managed.core.lasting = True
-        return managed.handler
+                handler: AsyncHandler = found.handler
+                return handler
+        return await self._obtain(config, dedicated, client, timeout, self._deadline(timeout))
 
     async def release(self, handler: AsyncHandler, client: object | None = None) -> None:
         """Return a channel; its other clients are not affected."""
-        self._check(handler)
-        managed = self._table.of(handler)
-        self._give_back(handler, client)
-        if managed is not None:
-            await self._background.closed(managed)
+        endpoint = self._endpoint_of(handler)
+        self._background.release(handler.gate, client)
+        if endpoint.closed:
+            await self._background.closed(endpoint)
 
     async def handle_error(
         self,
@@ -127,6 +112,13 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
         """
         return await self._handle(handler, error, timeout, generation)
 
+    def renew(self, handler: AsyncHandler) -> bool:
+        """Make a new connection for new calls; those in flight go on over the present one.
+
+        Return whether it is being made: not without a connection, nor within 5 s of the last time.
+        """
+        return self._background.renew(self._endpoint_of(handler))
+
     async def close_all(self) -> None:
         """Close all connections when their calls have ended, and wait for that."""
         self._end_all()
@@ -143,6 +135,3 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-    def _change(self, change: Callable[[], object]) -> None:
-        change()

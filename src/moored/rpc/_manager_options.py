@@ -8,30 +8,17 @@ from functools import cached_property
 from numbers import Real
 from typing import Any
 
-import grpc  # type: ignore[import-untyped]
-
 from moored.kernel import Clock, Recorder, refuse
 
 from ._config import ConnectionConfig
-from ._dial import CredentialProvider, TokenCredentials
+from ._dial import CredentialProvider, TokenCredentials, unavailable
 from .topology._follower import source_of
 
-__all__ = ["ManagerOptions", "refused", "unavailable"]
+__all__ = ["RENEW", "ManagerOptions"]
 
 
-def unavailable(error: BaseException) -> bool:
-    """Whether the error is UNAVAILABLE: a new connection may help.
-
-    A live server may answer UNAVAILABLE, too; a live connection is kept in any case.
-    """
-    code = getattr(error, "code", None)
-    return callable(code) and code() is grpc.StatusCode.UNAVAILABLE
-
-
-def refused(error: BaseException) -> bool:
-    """Whether the error is UNAUTHENTICATED: the server refuses the credentials."""
-    code = getattr(error, "code", None)
-    return callable(code) and code() is grpc.StatusCode.UNAUTHENTICATED
+#: What `classify` returns for an error after which a live connection is to be replaced as well.
+RENEW = "renew"
 
 
 def _tokens(config: ConnectionConfig) -> CredentialProvider | None:
@@ -56,9 +43,10 @@ class ManagerOptions:
     fetch_topology: Any = None
     #: Checks over a channel whether the server answers; by default with `grpc.health.v1`.
     probe: Callable[[Any], Any] | None = None
-    #: Whether a new connection may help against an error. A live connection is never replaced
-    #: because of UNAVAILABLE, which is then the server's own answer.
-    classify: Callable[[BaseException], bool] = unavailable
+    #: Whether a new connection may help against an error. A live connection is kept when its server
+    #: answers UNAVAILABLE, until five such answers without a success; for "renew" it is replaced
+    #: at once. The calls of a live connection go on when it is replaced.
+    classify: Callable[[BaseException], bool | str] = unavailable
     #: Makes the credentials of a connection; by default from the configuration's token. Credentials
     #: with a `refresh` method are refreshed when the server refuses them. This function must
     #: neither wait nor use the manager: slow work belongs into the provider's own methods.

@@ -19,20 +19,38 @@ def channel(
     *,
     tls: bool | grpc.ChannelCredentials = False,
     client: object | None = None,
+    connect: bool = False,
     timeout: float | None = None,
     **options: Any,
 ) -> Handler:
-    """Return a connected channel to a server, for threads; equal arguments share one channel.
+    """Return a channel to a server at once, for threads; equal arguments share one channel.
+
+    Its first call connects, and waits for the connection within its timeout, so the server may
+    start later than this program.
 
     :param target: "host:port", or a URI for `ConnectionConfig.from_uri`.
     :param tls: True for TLS with the authorities that gRPC trusts, or your own credentials.
     :param client: the object that uses the channel, held weakly: when all clients of a channel are
         gone, it is closed after a while.
-    :param timeout: how long to wait for the connection, in seconds.
+    :param connect: connect now, and raise `ConnectFailed` if the server does not answer.
+    :param timeout: with `connect`, how long to wait for the connection, in seconds.
     :param options: `token`, `ca`, `channel_options` and the others of `ConnectionConfig.from_uri`.
     """
     config = config_of(target, tls, options)
-    return ConnectionManager.get_instance().get_or_create(config, client=client, timeout=timeout)
+    manager = ConnectionManager.get_instance()
+    if connect:
+        return manager.get_or_create(config, client=client, timeout=timeout)
+    refuse_timeout(timeout)
+    return manager.open_channel(config, client)
+
+
+def refuse_timeout(timeout: float | None) -> None:
+    """Refuse a timeout without `connect`: it would have no effect."""
+    if timeout is not None:
+        raise ConfigError(
+            "timeout= is how long connect=True waits for the connection: give both; without them, "
+            "each call waits within its own timeout"
+        )
 
 
 def config_of(

@@ -53,6 +53,10 @@ class Refusals:
             self.number += 1
         self._not_before = now + self._backoff.fail()
 
+    def forked(self) -> None:
+        """Note that this process is the child of a fork: a refresh runs in the parent."""
+        self.refreshing = False
+
     @property
     def mended(self) -> bool:
         """Whether a refused call may be retried, with newer credentials."""

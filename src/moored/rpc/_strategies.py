@@ -2,7 +2,7 @@
 
 A strategy belongs to one connection. It makes the channel of each generation (`create_handler`),
 decides in an outage whether a new channel may help (`on_unavailable`), and is closed with the
-connection (`close`). It never holds a lock while it waits.
+connection, or while that rests (`close`). It never holds a lock while it waits.
 
 The global strategies follow a topology. The async `Follower` serves both: it runs on the user's own
 loop, or on the private loop thread.
@@ -14,11 +14,12 @@ import asyncio
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable
+from inspect import iscoroutinefunction
 from typing import Any
 
 from moored.kernel import LoopThread, awaited
 
-from ._channel_pool import pooled, pooled_async
+from ._channel_pool import Factory, pooled, pooled_async
 from ._config import ConnectionConfig
 from ._dial import make_aio_channel, make_channel
 from ._fork import inside
@@ -48,12 +49,16 @@ class ConnectionStrategy(ABC):
         If False, the channel is kept, unless it was dropped already (see `always_recovers`).
         """
 
+    def renews(self, error: BaseException) -> bool:
+        """Return whether a channel over a live connection should be replaced after this error."""
+        return False
+
     @abstractmethod
     def close(self, managed: Managed) -> None:
-        """Close the handler and everything else."""
+        """Free what the strategy holds; the manager closes the channels."""
 
     async def close_async(self, managed: Managed) -> None:
-        """Close the handler and everything else, on an event loop."""
+        """Free what the strategy holds, on an event loop."""
         self.close(managed)
 
 
@@ -72,16 +77,14 @@ class RegularStrategy(ConnectionStrategy):
 
     def create_handler(self, config: ConnectionConfig) -> Any:
         """Return a channel to the server."""
-        with inside():
-            return self._factory(config)
+        return _made(self._factory, config)
 
     def on_unavailable(self, managed: Managed) -> bool:
         """Return True: a new channel does not inherit the backoff of the old one."""
         return True
 
     def close(self, managed: Managed) -> None:
-        """Close the handler."""
-        managed.handler.close()
+        """Do nothing: it holds nothing."""
 
 
 class AsyncRegularStrategy(ConnectionStrategy):
@@ -101,11 +104,7 @@ class AsyncRegularStrategy(ConnectionStrategy):
         return True
 
     def close(self, managed: Managed) -> None:
-        """Do nothing: the handler can only be closed with `close_async`."""
-
-    async def close_async(self, managed: Managed) -> None:
-        """Close the handler."""
-        await awaited(managed.handler.close())
+        """Do nothing: it holds nothing."""
 
 
 class GlobalStrategy(Follower, ConnectionStrategy):
@@ -114,17 +113,15 @@ class GlobalStrategy(Follower, ConnectionStrategy):
     def create_handler(self, config: ConnectionConfig) -> Any:
         """Return a channel to the chosen member; fetch the topology first if none is known."""
         target = LoopThread.shared().run(self._locate(config))
-        with inside():
-            return pooled(self._factory or _channel, self._channels)(target)
+        return _made(pooled(self._factory or _channel, self._channels), target)
 
     def on_unavailable(self, managed: Managed) -> bool:
         """Fetch the topology, if possible soon, and return whether a new channel may help."""
         return LoopThread.shared().run(self._reconsider(managed))
 
     def close(self, managed: Managed) -> None:
-        """Stop following the topology, and close the handler."""
+        """Stop following the topology."""
         self._stop()
-        managed.handler.close()
 
 
 class AsyncGlobalStrategy(Follower, ConnectionStrategy):
@@ -141,15 +138,27 @@ class AsyncGlobalStrategy(Follower, ConnectionStrategy):
         return await self._reconsider(managed)
 
     def close(self, managed: Managed) -> None:
-        """Stop following the topology; the handler can only be closed with `close_async`."""
+        """Stop following the topology."""
         self._stop()
 
     async def close_async(self, managed: Managed) -> None:
-        """Stop following the topology, and close the handler."""
+        """Stop following the topology, and wait until its task has ended."""
         self._stop()
         if self._refresher is not None:
             await asyncio.wait([self._refresher.task])
-        await awaited(managed.handler.close())
+
+
+def _made(factory: Factory, config: ConnectionConfig) -> Any:
+    """Return the channel of a factory, or an awaitable of it if the factory is async."""
+    if iscoroutinefunction(factory):
+        return _made_later(factory, config)
+    with inside():
+        return factory(config)
+
+
+async def _made_later(factory: Factory, config: ConnectionConfig) -> Any:
+    with inside():  # it may call the server
+        return await factory(config)
 
 
 def _channel(config: ConnectionConfig) -> Any:

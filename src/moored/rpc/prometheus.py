@@ -6,7 +6,8 @@
     prometheus_client.REGISTRY.register(collector)
 
 Calls are not slowed down: all metrics are read from counters that the managers keep anyway. They
-are labelled with the configured address, never with a key or a token. It needs prometheus-client,
+are labelled with the configured address, never with a key or a token. The states of the connections
+are in `moored.kernel.prometheus.LinksCollector`. It needs prometheus-client,
 which `moored[service]` installs.
 """
 
@@ -65,17 +66,13 @@ class RpcCollector(SourceCollector[Source]):
 
 
 def _gauges(managers: Sequence[Source]) -> Iterator[Metric]:
-    connections = Counter[tuple[str, str]]()
     clients, waiting, calls = Counter[str](), Counter[str](), Counter[str]()
     for manager in managers:
-        for managed in manager._table:
-            address = managed.config.address
-            connections[address, managed.core.machine.phase] += 1
-            clients[address] += len(managed.clients) + managed.anonymous
-            waiting[address] += managed.core.waiting
-            calls[address] += managed.handler.calls
-    labels = ("address", "state")
-    yield gauge(f"{PREFIX}connections", "Connections, by state.", labels, connections.items())
+        for endpoint in manager._table:
+            address = endpoint.config.address
+            clients[address] += len(endpoint.clients) + endpoint.anonymous
+            waiting[address] += endpoint.waiting
+            calls[address] += endpoint.handler.calls
     for name, text, numbers in (
         ("clients", "Clients that have a connection.", clients),
         ("waiting", "Callers waiting for a connection.", waiting),

@@ -9,26 +9,28 @@ from typing import Any, Self
 
 import grpc  # type: ignore[import-untyped]
 
+from .._fork import leaves_soon
+
 __all__ = ["counted"]
 
 
 def counted(
     call: Any,
     calls: list[None],
-    failed: Callable[[Any], object] | None = None,
+    over: Callable[[Any], object] | None = None,
     left: Callable[[], object] | None = None,
 ) -> Any:
     """Return the call, and remove it from the count when it ends.
 
     :param calls: its length is the number of calls in flight; this call is included.
-    :param failed: called first, with the error of a failed call.
+    :param over: called first, with the call that has ended, or with the error that ended a stream.
     :param left: called after the call has ended, unless the garbage collector has ended it.
     """
-    count = _Count(calls, failed, left)
+    count = _Count(calls, over, left)
     if not hasattr(call, "add_callback"):
         return _CountedStream(call, count)
     # Weakly: otherwise an unreferenced call would never be collected, and continue.
-    reference = weakref.ref(call, count.forgotten)
+    reference = weakref.ref(call, count.dropped)
     ended = partial(_call_ended, reference, count)
     if not call.add_callback(ended):
         ended()
@@ -38,22 +40,26 @@ def counted(
 class _Count:
     """Removes a call from the count once: when it has ended, or is garbage."""
 
-    __slots__ = ("_calls", "_failed", "_left", "_once")
+    __slots__ = ("_calls", "_left", "_once", "_over")
 
-    def __init__(self, calls: list[None], failed: Any, left: Any) -> None:
+    def __init__(self, calls: list[None], over: Any, left: Any) -> None:
         self._calls = calls
-        self._failed = failed
+        self._over = over
         self._left = left
         self._once: list[None] = [None]
 
-    def ended(self, error: Any) -> None:
-        if error is not None and self._failed is not None:
-            self._failed(error)
+    def ended(self, call: Any) -> None:
+        if call is not None and self._over is not None:
+            self._over(call)
         self.forgotten()
         if self._left is not None:
             self._left()
 
-    def forgotten(self, _: object = None) -> None:
+    def dropped(self, _: object) -> None:
+        leaves_soon()  # gRPC cancels the call, which a thread of gRPC waits for
+        self.forgotten()
+
+    def forgotten(self) -> None:
         # This may run in the garbage collector: it takes no lock and starts no thread.
         try:
             self._once.pop()
@@ -67,16 +73,7 @@ class _Count:
 
 
 def _call_ended(reference: weakref.ref[Any], count: _Count) -> None:
-    call = reference()
-    count.ended(call if call is not None and _has_failed(call) else None)
-
-
-def _has_failed(call: Any) -> bool:
-    return (
-        isinstance(call, grpc.RpcError)
-        and not call.cancelled()
-        and call.code() is not grpc.StatusCode.OK
-    )
+    count.ended(reference())
 
 
 class _CountedStream:

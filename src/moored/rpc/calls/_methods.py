@@ -1,4 +1,4 @@
-"""The methods of both handlers: each call goes to the current generation."""
+"""The methods of both handlers: each call goes to the current channel."""
 
 from __future__ import annotations
 
@@ -9,39 +9,38 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
 
-from .._live_channel import LiveChannel
+from .._endpoint import Live
 from ._call_count import counted
 from ._kinds import KINDS, arguments
 from ._pending_sync import start_later
 
 if TYPE_CHECKING:
-    from .._handler import Handler
-    from .._handler_async import AsyncHandler
+    from .._gate import AsyncGate, Gate
 
 __all__ = ["async_method", "thread_method"]
 
-H = TypeVar("H")
+G = TypeVar("G")
 
 
-class _BoundMethod(Generic[H]):
+class _BoundMethod(Generic[G]):
     """One method of a service; it caches the method of the last used channel."""
 
     def __init__(
         self,
-        handler: H,
+        gate: G,
         kind: str,
         method: str,
         request_serializer: Any = None,
         response_deserializer: Any = None,
         _registered_method: bool | None = False,
     ) -> None:
-        self._handler = handler
+        self._gate = gate
         self._kind = kind
         self._how = (method, request_serializer, response_deserializer)
         self._more = {"_registered_method": True} if _registered_method else {}
-        self._bound: tuple[LiveChannel | None, Any] = (None, None)
+        self._bound: tuple[Live | None, Any] = (None, None)
 
-    def _inner(self, live: LiveChannel) -> Any:
+    def _inner(self, live: Live) -> Any:
         bound, inner = self._bound
         if bound is not live:
             inner = getattr(live.channel, self._kind)(*self._how, **self._more)
@@ -52,31 +51,31 @@ class _BoundMethod(Generic[H]):
 # -- for threads -----------------------------------------------------------------------------------
 
 
-class _ThreadMethod(_BoundMethod["Handler"]):
+class _ThreadMethod(_BoundMethod["Gate"]):
     def _begin(self, how: str, request: Any, timeout: float | None, *rest: Any) -> Any:
         """Start a future or a stream; without a generation, return a pending call."""
         start = partial(self._go_on, how, request, rest)
-        if (live := self._handler._enter_now()) is None:
-            return start_later(self._handler, start, timeout)
+        if (live := self._gate.enter_now()) is None:
+            return start_later(self._gate, start, timeout)
         return start(live, timeout)
 
-    def _go_on(self, how: str, request: Any, rest: Any, live: LiveChannel, timeout: Any) -> Any:
-        handler = self._handler
-        credential = handler._credential
+    def _go_on(self, how: str, request: Any, rest: Any, live: Live, timeout: Any) -> Any:
+        gate = self._gate
+        credential = gate.credential
         try:
             call = self._start(how, live, request, timeout, *rest)
         except BaseException as error:
             if isinstance(error, grpc.RpcError):
-                handler._report(error, live, credential)
+                gate.report(error, live, credential)
             live.leave()
             raise
-        failed = partial(handler._report, live=live, credential=credential)
-        return counted(call, live.calls, failed, live.tell_watcher)
+        over = partial(gate.call_over, live=live, credential=credential)
+        return counted(call, live.calls, over, live.tell_watcher)
 
-    def _start(self, how: str, live: LiveChannel, *given: Any) -> Any:
+    def _start(self, how: str, live: Live, *given: Any) -> Any:
         request, timeout, metadata, *rest = given
         call = getattr(self._inner(live), how)
-        return call(request, timeout, self._handler._signed(metadata), *rest)
+        return call(request, timeout, self._gate.signed(metadata), *rest)
 
 
 class _AnswerMethod(_ThreadMethod):
@@ -94,35 +93,39 @@ class _AnswerMethod(_ThreadMethod):
         request_iterator: Any = None,
     ) -> Any:
         # As `with_call`, but written out, because nearly every call is made here.
-        handler = self._handler
-        live, timeout = handler._enter(timeout)
-        credential = handler._credential
+        gate = self._gate
+        live, timeout = gate.enter(timeout)
+        credential = gate.credential
         try:
-            return self._inner(live)(
+            answer = self._inner(live)(
                 request if request_iterator is None else request_iterator,
                 timeout,
-                handler._signed(metadata),
+                gate.signed(metadata),
                 credentials,
                 wait_for_ready,
                 compression,
             )
         except grpc.RpcError as error:
-            handler._report(error, live, credential)
-            handler._settle()  # the next call must not use a connection that this error ends
+            gate.report(error, live, credential)
+            gate.settle()  # the next call must not use a connection that this error ends
             raise
+        else:
+            if live.unavailable:
+                live.unavailable.clear()
+            return answer
         finally:
             live.leave()
 
     def with_call(self, *given: Any, **named: Any) -> Any:
-        handler = self._handler
+        gate = self._gate
         request, timeout, *rest = arguments(*given, **named)
-        live, timeout = handler._enter(timeout)
-        credential = handler._credential
+        live, timeout = gate.enter(timeout)
+        credential = gate.credential
         try:
             return self._start("with_call", live, request, timeout, *rest)
         except grpc.RpcError as error:
-            handler._report(error, live, credential)
-            handler._settle()
+            gate.report(error, live, credential)
+            gate.settle()
             raise
         finally:
             live.leave()
@@ -144,16 +147,16 @@ grpc.UnaryStreamMultiCallable.register(_StreamMethod)
 grpc.StreamStreamMultiCallable.register(_StreamMethod)
 
 
-def thread_method(handler: Handler, kind: str, *given: Any, **named: Any) -> _ThreadMethod:
-    """Return a method of a `Handler`."""
+def thread_method(gate: Gate, kind: str, *given: Any, **named: Any) -> _ThreadMethod:
+    """Return a method over a gate for threads."""
     made: type[_ThreadMethod] = _StreamMethod if KINDS[kind].streams else _AnswerMethod
-    return made(handler, kind, *given, **named)
+    return made(gate, kind, *given, **named)
 
 
 # -- for asyncio -----------------------------------------------------------------------------------
 
 
-class _AsyncMethod(_BoundMethod["AsyncHandler"]):
+class _AsyncMethod(_BoundMethod["AsyncGate"]):
     def __call__(
         self,
         request: Any = None,
@@ -166,34 +169,35 @@ class _AsyncMethod(_BoundMethod["AsyncHandler"]):
         request_iterator: Any = None,
     ) -> Any:
         request = request if request_iterator is None else request_iterator
-        handler = self._handler
-        handler._used_at = handler._now()
-        live, rest = handler._live, (credentials, wait_for_ready, compression)
-        if live is not None and not handler._deferred:
-            if handler._credentials is not None:
-                metadata = handler._signed(metadata)
+        gate = self._gate
+        live, rest = gate.enter_now(), (credentials, wait_for_ready, compression)
+        if live is not None and not gate.deferred:
+            if gate.credentials is not None:
+                metadata = gate.signed(metadata)
             return self._call(live, request, timeout, metadata, *rest)
-        if handler._closed:
-            raise handler._closed_error()
+        if gate.endpoint.closed:
+            raise gate.closed_error()
         return KINDS[self._kind].pending(self._make(request, timeout, metadata, *rest), timeout)
 
     async def _make(self, request: Any, timeout: float | None, metadata: Any, *rest: Any) -> Any:
-        handler = self._handler
-        if not handler._deferred:
-            live, timeout = await handler._next(timeout)
-            return self._call(live, request, timeout, handler._signed(metadata), *rest)
-        began, credential = handler._loop.time(), handler._credential
-        metadata = await handler._sign_later(metadata, timeout)
-        left = None if timeout is None else timeout - (handler._loop.time() - began)
-        live, left = await handler._next(left)
+        gate = self._gate
+        if not gate.deferred:
+            live, timeout = await gate.enter(timeout)
+            if gate.credentials is not None:
+                metadata = gate.signed(metadata)
+            return self._call(live, request, timeout, metadata, *rest)
+        began, credential = gate.loop.time(), gate.credential
+        metadata = await gate.sign_later(metadata, timeout)
+        left = None if timeout is None else timeout - (gate.loop.time() - began)
+        live, left = await gate.enter(left)
         ended = None
-        if credential != handler._credential:  # refreshed meanwhile: report it for the old ones
-            ended = handler._counts_out(live, credential)
+        if credential != gate.credential:  # refreshed meanwhile: report it for the old ones
+            ended = gate.counts_out(live, credential)
         return self._call(live, request, left, metadata, *rest, ended=ended)
 
     def _call(
         self,
-        live: LiveChannel,
+        live: Live,
         request: Any,
         timeout: float | None,
         metadata: Any,
@@ -212,7 +216,7 @@ class _AsyncMethod(_BoundMethod["AsyncHandler"]):
             compression=compression,
         )
         live.calls.append(None)
-        call.add_done_callback(ended or live.ended)
+        call.add_done_callback(ended or self._gate.ended)
         if metadata:
             _end_unstarted(call)
         return call
@@ -232,6 +236,6 @@ for _kind in ("UnaryUnary", "UnaryStream", "StreamUnary", "StreamStream"):
     getattr(grpc.aio, f"{_kind}MultiCallable").register(_AsyncMethod)
 
 
-def async_method(handler: AsyncHandler, kind: str, *given: Any, **named: Any) -> _AsyncMethod:
-    """Return a method of an `AsyncHandler`."""
-    return _AsyncMethod(handler, kind, *given, **named)
+def async_method(gate: AsyncGate, kind: str, *given: Any, **named: Any) -> _AsyncMethod:
+    """Return a method over a gate for asyncio."""
+    return _AsyncMethod(gate, kind, *given, **named)

@@ -18,94 +18,92 @@ from moored.kernel import Clock, Deadline
 
 from .._errors import closed
 from .._fork import must_not_wait, refuse_broken
-from .._generations import nothing
 from ._pending import CANCELLED
 from ._unsent import CallUnsent, cannot_connect, from_finalizer, unsent
 
 if TYPE_CHECKING:
-    from .._handler import Handler
-    from .._live_channel import LiveChannel
+    from .._endpoint import Live
+    from .._gate import Gate
 
 __all__ = ["PendingCall", "fail_pending", "start_later", "start_pending"]
 
-Start = Callable[["LiveChannel", float | None], Any]
+Start = Callable[["Live", float | None], Any]
 
 
-def start_later(handler: Handler, start: Start, timeout: float | None) -> PendingCall:
+def start_later(gate: Gate, start: Start, timeout: float | None) -> PendingCall:
     """Return a call that begins when there is a generation, within its own timeout."""
     refuse_broken()
-    if handler._closed:
-        raise closed(handler.address)
+    if gate.endpoint.closed:
+        raise closed(gate.endpoint.address)
     if must_not_wait():
-        raise CallUnsent(*from_finalizer(handler.address))
-    began, limit = monotonic(), handler._wait_limit if timeout is None else timeout
-    verdicts = handler._verdicts
+        raise CallUnsent(*from_finalizer(gate.endpoint.address))
+    began, limit = monotonic(), gate.wait_limit if timeout is None else timeout
+    verdicts = gate.endpoint.verdicts
 
     def expired() -> None:
         waited, own = monotonic() - began, timeout is not None
-        _fail(handler, call, *unsent(handler.address, waited, own, handler._last_error))
+        _fail(gate, call, *unsent(gate.endpoint.address, waited, own, gate.endpoint.last_error))
 
-    call = PendingCall(handler, start, timeout)
-    handler._waiting(+1)
-    with handler._changed:
-        handler._pending.append(call)
+    call = PendingCall(gate, start, timeout)
+    gate.unsettled.add(call)
+    gate.tell(gate.endpoint.call_waits)
+    with gate.changed:
+        gate.pending.append(call)
     # After that: a timer that fires at once must find the call in the list.
-    call.stop_timer = handler._later(max(limit, 0.001), expired)
-    if call.settled:
-        call.stop_timer()
+    call.times_out_by(gate.later(max(limit, 0.001), expired))
     # `_fail_waiting` may have run before the call was in the list.
-    if handler._verdicts != verdicts and handler._verdict is not None:
-        _fail(handler, call, *cannot_connect(handler.address, handler._verdict))
-    start_pending(handler)
+    if gate.endpoint.verdicts != verdicts and gate.endpoint.verdict is not None:
+        _fail(gate, call, *cannot_connect(gate.endpoint.address, gate.endpoint.verdict))
+    start_pending(gate)
     return call
 
 
-def start_pending(handler: Handler) -> None:
+def start_pending(gate: Gate) -> None:
     """Start all pending calls in a thread of their own, if there is a generation."""
-    if handler._pending and (handler._live is not None or handler._closed):
-        handler._later(0.0, lambda: _start_all(handler))
+    if gate.pending and (gate.live is not None or gate.endpoint.closed):
+        gate.later(0.0, lambda: _start_all(gate))
 
 
-def fail_pending(handler: Handler, verdict: BaseException) -> None:
+def fail_pending(gate: Gate, verdict: BaseException) -> None:
     """Fail all pending calls: no connection can be made."""
-    for call in list(handler._pending):
-        _fail(handler, call, *cannot_connect(handler.address, verdict))
+    for call in list(gate.pending):
+        _fail(gate, call, *cannot_connect(gate.endpoint.address, verdict))
 
 
-def _start_all(handler: Handler) -> None:
-    while handler._pending:
-        live = handler._enter_now()
-        if live is None and not handler._closed:
+def _start_all(gate: Gate) -> None:
+    while gate.pending:
+        live = gate.enter_now()
+        if live is None and not gate.endpoint.closed:
             return
-        with handler._changed:
-            call = handler._pending.pop(0) if handler._pending else None
+        with gate.changed:
+            call = gate.pending.pop(0) if gate.pending else None
         if live is None:
             if call is not None:
-                call.fail(CallUnsent(grpc.StatusCode.CANCELLED, str(closed(handler.address))))
+                call.fail(CallUnsent(grpc.StatusCode.CANCELLED, str(closed(gate.endpoint.address))))
         elif call is not None:
             call.begin(live)
         else:
             live.leave()
 
 
-def _fail(handler: Handler, call: PendingCall, code: grpc.StatusCode, text: str) -> None:
-    if _take(handler, call):
+def _fail(gate: Gate, call: PendingCall, code: grpc.StatusCode, text: str) -> None:
+    if _take(gate, call):
         error = CallUnsent(code, text)
-        handler._unsent(error)
+        gate.tell(gate.endpoint.unsent, error)
         call.fail(error)
 
 
-def _take(handler: Handler, call: PendingCall) -> bool:
+def _take(gate: Gate, call: PendingCall) -> bool:
     """Remove a call from the pending ones; return whether it was one of them."""
-    with handler._changed:
-        if found := call in handler._pending:
-            handler._pending.remove(call)
+    with gate.changed:
+        if found := call in gate.pending:
+            gate.pending.remove(call)
         return found
 
 
-def _run_all(handler: Handler, callbacks: list[Callable[[], None]]) -> None:
+def _run_all(gate: Gate, callbacks: list[Callable[[], None]]) -> None:
     for callback in callbacks:
-        handler._tell(callback)
+        gate.background.safely(gate.endpoint, callback)
 
 
 class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
@@ -114,11 +112,11 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
     :param start: makes the real call over a generation, with the rest of the timeout.
     """
 
-    def __init__(self, handler: Handler, start: Start, timeout: float | None) -> None:
+    def __init__(self, gate: Gate, start: Start, timeout: float | None) -> None:
         super().__init__()
         #: Cancels the timer of its timeout.
-        self.stop_timer: Callable[[], object] = nothing
-        self._handler = handler
+        self.stop_timer: Callable[[], object] = lambda: None
+        self._gate = gate
         self._start = start
         self._deadline = None if timeout is None else monotonic() + timeout
         self._lock = threading.RLock()
@@ -131,14 +129,20 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
         """Whether the call has stopped waiting for a connection."""
         return self._over.is_set()
 
-    # -- for the handler -----------------------------------------------------------------------
+    # -- for the gate --------------------------------------------------------------------------
 
-    def begin(self, live: LiveChannel) -> None:
+    def times_out_by(self, stop_timer: Callable[[], object]) -> None:
+        """Take the function that stops the timer of its timeout."""
+        self.stop_timer = stop_timer
+        if self.settled:
+            stop_timer()
+
+    def begin(self, live: Live) -> None:
         """Make the real call, which the generation counts already."""
         if not self._settle(partial(self._make, live)):
             live.leave()
 
-    def _make(self, live: LiveChannel) -> Any:
+    def _make(self, live: Live) -> Any:
         try:
             return self._start(live, self.time_remaining())
         except BaseException as error:  # raised when the caller reads the call
@@ -166,15 +170,15 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
                 return False
             self._real = real = make()
             callbacks, self._callbacks = self._callbacks, []
-            handler = self._handler
-            handler._waiting(-1)  # before the caller can see the result
+            gate = self._gate
+            gate.tell(gate.endpoint.leaves)  # before the caller can see the result
             self._over.set()
         self.stop_timer()
         # An interceptor may have returned an object that takes no callbacks.
         add = getattr(real, "add_callback", None)
         if ended := [each for each in callbacks if add is None or not add(each)]:
             # In another thread: a callback may block, and other calls or the loop thread wait here.
-            handler._later(0.0, partial(_run_all, handler, ended))
+            gate.later(0.0, partial(_run_all, gate, ended))
         return True
 
     def _known(self, timeout: float | None = None) -> Any:
@@ -189,7 +193,7 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
         """See `grpc.Future`."""
         if not self._settle(lambda: _Cancelled(grpc.StatusCode.CANCELLED, CANCELLED)):
             return bool(self._real.cancel())
-        _take(self._handler, self)
+        _take(self._gate, self)
         return True
 
     def cancelled(self) -> bool:

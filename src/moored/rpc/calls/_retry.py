@@ -24,12 +24,11 @@ import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import Backoff, Clock, Deadline
 
+from .._dial import refused
+from .._endpoint import Live
 from .._errors import ConfigError
 from .._fork import must_not_wait
-from .._handler import Handler
-from .._handler_async import AsyncHandler
-from .._live_channel import LiveChannel
-from .._manager_options import refused
+from .._handler import AsyncHandler, Handler
 
 __all__ = [
     "RETRIED_CODES",
@@ -61,12 +60,12 @@ class _Attempts:
         self._tries = policy.retry_times
         self._codes = policy.codes
         self._backoff = policy.backoff.fresh()
-        self._seen: LiveChannel | None = None
+        self._seen: Live | None = None
 
     def begin(self) -> float | None:
         """Begin another try; return its timeout."""
         if self.handler is not None:
-            self._seen = self.handler._live
+            self._seen = self.handler.gate.live
         self._tries -= 1
         return self._deadline.timeout
 
@@ -88,13 +87,13 @@ class _Attempts:
         if isinstance(handler, Handler) and must_not_wait():
             return False  # in a finalizer, where waiting would block all other threads
         if isinstance(handler, Handler) and self._refused(error):
-            return handler._await_credentials(self._deadline.timeout)
+            return handler.gate.await_credentials(self._deadline.timeout)
         if (pause := self.pause(error)) is None:
             return False
         # The pause ends early when there is another connection.
         if not isinstance(handler, Handler):
             time.sleep(pause)
-        elif handler._await_change(self._seen, pause):
+        elif handler.gate.await_change(self._seen, pause):
             self._backoff.succeed()
         return True
 
@@ -102,12 +101,12 @@ class _Attempts:
         """Wait before the next try, on a loop; return whether there is one."""
         handler = self.handler
         if isinstance(handler, AsyncHandler) and self._refused(error):
-            return await handler._await_credentials(self._deadline.timeout)
+            return await handler.gate.await_credentials(self._deadline.timeout)
         if (pause := self.pause(error)) is None:
             return False
         if not isinstance(handler, AsyncHandler):
             await asyncio.sleep(pause)
-        elif await handler._await_change(self._seen, pause):
+        elif await handler.gate.await_change(self._seen, pause):
             self._backoff.succeed()
         return True
 
@@ -116,7 +115,7 @@ class _Attempts:
         handler = self.handler
         return (
             handler is not None
-            and handler._refusals is not None
+            and handler.endpoint.refusals is not None
             and refused(error)
             and self._tries > 0
             and self._deadline.timeout != 0

@@ -18,7 +18,7 @@ from moored.kernel import describe, duration
 
 from .._errors import ConnectFailed
 
-__all__ = ["AsyncCallUnsent", "CallUnsent", "cannot_connect", "cut_off", "from_finalizer", "unsent"]
+__all__ = ["AsyncCallUnsent", "CallUnsent", "cannot_connect", "from_finalizer", "unsent"]
 
 
 def unsent(
@@ -47,12 +47,6 @@ def from_finalizer(address: str) -> tuple[grpc.StatusCode, str]:
     )
     # Not UNAVAILABLE, which would be retried, without success, while other threads are blocked.
     return grpc.StatusCode.FAILED_PRECONDITION, f"not sent: no connection to {address}: {why}"
-
-
-def cut_off(address: str, closed: bool) -> str:
-    """Return the details for a call that was sent and is aborted with UNAVAILABLE."""
-    why = "its channel was closed" if closed else "its connection was replaced"
-    return f"cut off from {address or 'the server'}: {why}; the server may have executed the call"
 
 
 class CallUnsent(ConnectFailed, grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]

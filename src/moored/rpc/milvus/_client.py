@@ -19,8 +19,7 @@ from pymilvus.client.types import Status  # type: ignore[import-untyped]
 from moored.kernel import LoopThread
 
 from .._errors import ConfigError, ConnectFailed
-from .._handler import Handler
-from .._handler_async import AsyncHandler
+from .._handler import AsyncHandler, Handler
 from .._manager import ConnectionManager
 from .._manager_async import AsyncConnectionManager
 from ..calls._unsent import AsyncCallUnsent, CallUnsent
@@ -70,7 +69,8 @@ class _MilvusManager:
         """Return PyMilvus's handler over a channel of this manager; clients share it."""
         found = self._pymilvus.get(channel)
         if found is None:
-            alive = {each: made for each, made in self._pymilvus.items() if each._is_open}
+            known = self._pymilvus.items()
+            alive = {each: made for each, made in known if not each.endpoint.closed}
             found = self._grpc_handler(self, channel)
             self._pymilvus = {**alive, channel: found}
         return found
@@ -101,8 +101,7 @@ class _SharedHandler:
 
     async def _may_repeat(self, error: Exception, reason: str) -> bool:
         """Return True if the primary that refused a write has moved; otherwise raise."""
-        managed = self._manager._table.of(self._shared)
-        if managed is not None and await may_be_repeated(managed, reason):
+        if await may_be_repeated(self._shared.endpoint, reason):
             return True
         raise MilvusException(message=reason) from error
 
@@ -292,7 +291,7 @@ class AsyncMilvusClient(pymilvus.AsyncMilvusClient):  # type: ignore[misc]
 
 
 def _refused(channel: Handler | AsyncHandler) -> MilvusRefused | None:
-    live = channel._live
+    live = channel.endpoint.live
     why = None if live is None else refusal(live.channel)
     if why is None:
         return None

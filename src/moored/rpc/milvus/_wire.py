@@ -28,9 +28,9 @@ from pymilvus.grpc_gen import milvus_pb2  # type: ignore[import-untyped]
 from moored.kernel import awaited, run_callback
 
 from .._channel_pool import lanes_of
-from .._channels import PROBE_TIMEOUT
 from .._config import ConnectionConfig
 from .._dial import (
+    PROBE_TIMEOUT,
     CredentialProvider,
     Metadata,
     TokenCredentials,
@@ -38,10 +38,10 @@ from .._dial import (
     ended_call,
     make_aio_channel,
     make_channel,
+    unavailable,
 )
 from .._fork import inside
 from .._grpc_internals import is_connected
-from .._manager_options import unavailable
 from .._strategies import _numbers
 from .._tls_hints import unusable
 from ..calls._retry import with_details
@@ -171,8 +171,7 @@ async def _introduce(
         answer = await _known(channel, request, credentials)
     except grpc.RpcError as error:
         if error.code() in _REFUSED:
-            # Without its frames, which reference the channel.
-            identity.refusal = error.with_traceback(None)
+            identity.refused(error)
         elif error.code() is not grpc.StatusCode.UNIMPLEMENTED:
             await close_channel(channel)
             if (mistake := unusable(error.details() or "")) is not None:
@@ -182,8 +181,7 @@ async def _introduce(
         await close_channel(channel)
         raise
     else:
-        identity.added = (("identifier", str(answer.identifier)),)
-        identity.greeted = weakref.ref(channel)
+        identity.known(str(answer.identifier), channel)
 
 
 async def _known(channel: Any, request: Any, credentials: CredentialProvider | None) -> Any:
@@ -224,6 +222,15 @@ class _IdentifierInterceptor:
         self.address = address
         #: The channel over which `Connect` was called; weakly, because errors keep their frames.
         self.greeted: Callable[[], Any] = lambda: None
+
+    def known(self, identifier: str, channel: Any) -> None:
+        """Take the identifier that the server gave to a channel."""
+        self.added = (("identifier", identifier),)
+        self.greeted = weakref.ref(channel)
+
+    def refused(self, error: grpc.RpcError) -> None:
+        """Take the error of a server that refuses; without its frames, which have the channel."""
+        self.refusal = error.with_traceback(None)
 
     def check_connected(self) -> None:
         """Raise if the connection was lost: gRPC would open another, without a `Connect` call."""

@@ -40,7 +40,7 @@ FetchTopology: TypeAlias = TopologySource | Callable[[], Found | Awaitable[Found
 class Managed(Protocol):
     """What a strategy reads of a managed connection."""
 
-    #: The handler, which the strategy closes at the end.
+    #: The channel that users hold.
     handler: Any
     #: The user's configuration.
     config: ConnectionConfig
@@ -83,13 +83,11 @@ class Follower(TopologyMixin):
             mistakes.append(f"refresh_every={refresh_every!r} must be more than 0 seconds")
         refuse(type(self).__name__, mistakes)
         self.address: str | None = None
-        #: Called on the loop when a newer topology replaces another: `advise` with the address in
-        #: use returns whether to move.
-        self.on_change: Callable[[Topology], object] | None = None
-        #: The credentials of calls, and the callback for a topology server that refuses them; set
-        #: by a manager. They are not used with a given source.
-        self.credentials: CredentialProvider | None = None
-        self.on_refused: Callable[[], object] | None = None
+        #: The credentials of calls, for a topology server that has the same; see `serve`.
+        self._credentials: CredentialProvider | None = None
+        # The endpoint that it serves, and who is told of another topology, or of a refusal.
+        self._endpoint: Any = None
+        self._user: Any = None
         self._factory = handler_factory
         self._channels = channels
         self._source = None if fetch_topology is None else source_of(fetch_topology)
@@ -123,12 +121,21 @@ class Follower(TopologyMixin):
         """The number of members that a connection may lead to."""
         return 1 if self.topology is None else len(wanted(self.topology, self.role))
 
+    def serve(self, endpoint: Any, user: Any) -> None:
+        """Follow the topology for an endpoint of a manager, and report to its background.
+
+        Its credentials are used for the topology that the URI names, not with a given source.
+        """
+        super().serve(endpoint, user)
+        self._endpoint, self._user = endpoint, user
+        self._credentials = endpoint.handler.gate.credentials
+
     # -- the choice of a member ----------------------------------------------------------------
 
     async def _locate(self, config: ConnectionConfig) -> ConnectionConfig:
         """Return the configuration for a new channel, with the address of the chosen member."""
         closings = self._closings
-        own = self.credentials if isinstance(self.credentials, TokenCredentials) else None
+        own = self._credentials if isinstance(self._credentials, TokenCredentials) else None
         token = (lambda: config.token) if own is None else partial(own.token_for, config)
         if self._source is None:
             self._source = config.topology_source(clock=self._clock, token=token)
@@ -245,8 +252,8 @@ class Follower(TopologyMixin):
             pacing.failed(error, self._now())
             failure = self._failure(source, error)
             refused = isinstance(error, TopologyRefused) and not source.renewed
-            if refused and self._follows_token and self.on_refused is not None:
-                self.on_refused()
+            if refused and self._follows_token:
+                self._user.refused(self._endpoint)
         else:
             self.counters.topology_fetches += 1
             pacing.answered(found, self._pace, self._now())
@@ -272,12 +279,9 @@ class Follower(TopologyMixin):
         if not self.accept(found):
             return
         self._record(f"version {found.version} of the topology is known", "info")
-        if before is None or self.on_change is None:
-            return
-        try:
-            self.on_change(found)
-        except Exception as error:
-            self._record("the callback for a new topology failed", cause=error)
+        if before is not None and self._user is not None:
+            why = f"version {found.version} of the topology has another primary"
+            self._user.moved(self._endpoint, why)
 
     def _follow(self, source: TopologySource) -> None:
         """Start the task that fetches the topology regularly."""

@@ -222,11 +222,15 @@ class TopologyMixin:
         if role not in ("primary", "any"):
             raise ConfigError(f"role={role!r} is not known: use 'primary' or 'any'")
         self.role: Role = role
-        #: The counters of topology fetches; a manager sets its own.
+        #: The counters of topology fetches: the endpoint's, with a manager.
         self.counters = Counters()
         self._accepting = threading.Lock()
         #: The newest usable topology.
         self.topology: Topology | None = None
+
+    def serve(self, endpoint: Any, user: Any) -> None:
+        """Count for an endpoint of a manager, and report to its background."""
+        self.counters = endpoint.counters
 
     def accept(self, topology: Topology) -> bool:
         """Replace the known topology by a newer one; return whether it was newer.
