@@ -99,6 +99,7 @@ lint: $(VENV)/.dev ## ruff, mypy --strict, import layers, documented public name
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
 	@$(BIN)/python tools/public_names.py
+	@$(BIN)/python tools/foreign_state.py
 
 format: $(VENV)/.dev ## Let ruff fix and format the code
 	@$(BIN)/ruff check --fix .
