@@ -32,9 +32,11 @@ from moored.kernel import HIDDEN
 
 from ._errors import ConfigError
 
-__all__ = ["ConnectionConfig", "redacted", "sendable", "split_uri", "uri_parts"]
+__all__ = ["ConnectionConfig", "is_target", "redacted", "sendable", "split_uri", "uri_parts"]
 
 SCHEMES = ("http", "https", "tcp", "unix")
+#: Targets that gRPC resolves itself: they are passed on as they are.
+TARGETS = ("dns:", "ipv4:", "ipv6:", "unix:", "unix-abstract:", "vsock:", "xds:")
 PORT, TLS_PORT = 80, 443
 
 #: Drawn once for a process and its forks: a digest in a log cannot be looked up elsewhere.
@@ -57,6 +59,8 @@ _OPTIONS: dict[str, tuple[type, ...]] = {
     "server_name": (str,),
     # grpc.ChannelCredentials, in place of all of these.
     "channel_credentials": (object,),
+    # How gRPC spreads the calls of a target with several addresses, such as "round_robin".
+    "policy": (str,),
     # gRPC channel arguments; they override Moored's defaults.
     "channel_options": (Mapping, tuple, list),
 }
@@ -68,7 +72,7 @@ class ConnectionConfig:
 
     #: The URI as given; it may hold the token.
     uri: str
-    #: "host:port", or the whole URI of a unix socket.
+    #: "host:port", or the whole target that gRPC resolves itself.
     address: str
     token: str = ""
     #: TLS and channel arguments.
@@ -81,9 +85,10 @@ class ConnectionConfig:
     def from_uri(cls, uri: str, *, token: str | None = None, **options: Any) -> Self:
         """Parse a URI; the argument `token` overrides the one in it.
 
+        A target of gRPC's own (`dns:///…`, `ipv4:…`, `ipv6:…`, `unix:…`, `xds:///…`) is passed on.
         An empty string counts as not given. Options: `secure`, `ca`, `certificate`, `private_key`
-        (PEM, or a file path), `server_name`, and gRPC's own `channel_credentials` and
-        `channel_options`.
+        (PEM, or a file path), `server_name`, `policy` ("round_robin"), and gRPC's own
+        `channel_credentials` and `channel_options`.
         """
         _check_options(options)
         if token is not None and not isinstance(token, str):
@@ -93,8 +98,8 @@ class ConnectionConfig:
         if uri is None or not uri.strip():
             raise ConfigError("the URI is empty: write it as in http://localhost:50051")
         uri = uri.strip()
-        if uri[:5].lower() == "unix:":
-            return cls(uri, _unix(uri), sendable(token or ""), options)
+        if is_target(uri):
+            return cls(uri, _target(uri), sendable(token or ""), options)
         parts = split_uri(uri)
         address = _address(parts, uri, cls.default_port)
         return cls(uri, address, sendable(token or _userinfo(parts)), options)
@@ -184,9 +189,17 @@ def split_uri(uri: str) -> SplitResult:
     return parts
 
 
-def _unix(uri: str) -> str:
-    if not uri[5:].strip("/"):
-        raise ConfigError(f"{uri!r} names no socket: write it as in unix:///run/app.sock")
+def is_target(text: str) -> bool:
+    """Whether gRPC resolves this target itself."""
+    return text.lower().startswith(TARGETS)
+
+
+def _target(uri: str) -> str:
+    scheme, _, rest = uri.partition(":")
+    if not rest.strip("/"):
+        if scheme.lower().startswith("unix"):
+            raise ConfigError(f"{uri!r} names no socket: write it as in unix:///run/app.sock")
+        raise ConfigError(f"{uri!r} names no server: write it as in dns:///greeter:50051")
     return uri
 
 

@@ -195,6 +195,8 @@ def channel_options(config: ConnectionConfig, generation: int) -> list[tuple[str
     options: dict[str, Any] = {**DEFAULTS, **dict(config.options.get("channel_options") or ())}
     if config.options.get("server_name") and config.secure:
         options.setdefault("grpc.ssl_target_name_override", config.options["server_name"])
+    if (policy := config.options.get("policy")) is not None:
+        options["grpc.lb_policy_name"] = policy
     options["grpc.use_local_subchannel_pool"] = 1
     options["moored.generation"] = generation
     return list(options.items())

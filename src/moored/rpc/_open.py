@@ -6,7 +6,7 @@ from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 
-from ._config import ConnectionConfig
+from ._config import ConnectionConfig, is_target
 from ._errors import ConfigError
 from ._handler import Handler
 from ._manager import ConnectionManager
@@ -28,7 +28,8 @@ def channel(
     Its first call connects, and waits for the connection within its timeout, so the server may
     start later than this program.
 
-    :param target: "host:port", or a URI for `ConnectionConfig.from_uri`.
+    :param target: "host:port", a target of gRPC's own such as "dns:///greeter:50051", or a URI for
+        `ConnectionConfig.from_uri`.
     :param tls: True for TLS with the authorities that gRPC trusts, or your own credentials.
     :param client: the object that uses the channel, held weakly: when all clients of a channel are
         gone, it is closed after a while.
@@ -64,7 +65,7 @@ def config_of(
             f"tls must be True, False or grpc.ChannelCredentials, not {type(tls).__name__}"
         )
     uri = target
-    if isinstance(target, str) and "://" not in target and not target.startswith("unix:"):
+    if isinstance(target, str) and "://" not in target and not is_target(target):
         uri = f"{'https' if tls else 'http'}://{target}"
     elif tls is True:
         options = {"secure": True, **options}
