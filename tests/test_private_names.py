@@ -89,7 +89,9 @@ def output(program: str, *arguments: str) -> str:
     [("", "AioRpcError"), ("_AioCall", "CancelledError"), ("AioRpcStatus", "CancelledError")],
 )
 def test_without_names_of_grpc_calls_end_as_close_ends_them(name: str, ended: str) -> None:
-    assert output(GRPC.format(name=name)).startswith(ended)
+    shown = output(GRPC.format(name=name))
+    assert shown.startswith(ended)
+    assert ("lacks private names" in shown) is bool(name), "it does not say what is off"
 
 
 def test_without_names_of_psycopg_a_connection_is_closed_instead_of_rolled_back(

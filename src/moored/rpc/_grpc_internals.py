@@ -8,7 +8,9 @@ channel class, another version of grpcio), a channel counts as not connected, an
 from __future__ import annotations
 
 import asyncio
+import logging
 import weakref
+from functools import cache
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
@@ -33,6 +35,8 @@ except (ImportError, AttributeError):
 
 _READY = grpc.ChannelConnectivity.READY.value[0]
 _IDLE = grpc.ChannelConnectivity.IDLE.value[0]
+
+log = logging.getLogger("moored.rpc")
 
 #: Seconds in which aborted calls end; the server is not involved.
 CUT_TIMEOUT = 1.0
@@ -90,11 +94,22 @@ async def cut_async(channel: Any, why: str) -> None:
     `close()` alone would cancel them: gRPC raises `asyncio.CancelledError` in the task that reads
     such a call, as if that task had been cancelled.
     """
+    if _Core is None:
+        _say_what_is_off()
     calls = [call for lane in lanes_of(channel) for call in _calls_of(lane) if not call.done()]
     if ending := [asyncio.ensure_future(call.cut(why)) for call in calls]:
         await asyncio.wait(ending, timeout=CUT_TIMEOUT)
     # An interceptor may still have work to do for an aborted call: let it end.
     await (channel.close(CUT_TIMEOUT) if ending else channel.close())
+
+
+@cache
+def _say_what_is_off() -> None:
+    log.warning(
+        "grpcio %s lacks private names that moored.rpc uses: calls in flight over a grpc.aio "
+        "channel that is closed are cancelled, instead of ending with UNAVAILABLE",
+        grpc.__version__,
+    )
 
 
 def _calls_of(lane: Any) -> list[_CuttableCall]:

@@ -6,12 +6,11 @@ are above the handler, so that a call that an interceptor retries goes to the cu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import grpc  # type: ignore[import-untyped]
 import grpc.aio  # type: ignore[import-untyped]
-from grpc.aio._interceptor import UnaryUnaryCallResponse  # type: ignore[import-untyped]
 
 from .._errors import ConfigError
 from ._kinds import KINDS, FourKinds, arguments
@@ -138,8 +137,42 @@ grpc.aio.UnaryStreamCall.register(_Stream)
 grpc.aio.StreamStreamCall.register(_Stream)
 
 
-class _Answer(UnaryUnaryCallResponse):  # type: ignore[misc]
-    """A call that returns an interceptor's own response."""
+class _Answer(grpc.aio.UnaryUnaryCall):  # type: ignore[misc]
+    """A call that has ended with an interceptor's own response."""
+
+    def __init__(self, response: Any) -> None:
+        self._response = response
+
+    def cancelled(self) -> bool:
+        return False
+
+    cancel = cancelled
+
+    def done(self) -> bool:
+        return True
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         callback(self)
+
+    def time_remaining(self) -> None:
+        return None
+
+    async def initial_metadata(self) -> Any:
+        return grpc.aio.Metadata()
+
+    trailing_metadata = initial_metadata
+
+    async def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.OK
+
+    async def details(self) -> str:
+        return ""
+
+    debug_error_string = details
+
+    async def wait_for_connection(self) -> None:
+        pass
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        yield from ()
+        return self._response
