@@ -83,9 +83,14 @@ async def test_an_idle_consumer_passes_the_events_that_it_does_not_read(
     outbox: Outbox, sql: Sql
 ) -> None:
     async with outbox.consume("search", channels=["refunds"]) as events:
+
+        async def has_read() -> bool:
+            last = await (await sql.execute("select max(id) from moored.outbox")).fetchone()
+            return events._read is not None and (events._read.id,) == last
+
         waiting = asyncio.ensure_future(next_event(events))
         await publish(outbox, sql, "1", "2")
-        await asyncio.sleep(1.2)  # polled once at least
+        await until(has_read)
         waiting.cancel()
         await asyncio.wait({waiting})
     (consumer,) = (await outbox.status()).consumers

@@ -60,7 +60,7 @@ async def test_the_stream_wakes_consumers_without_a_notification_of_the_publishe
         await hears(pg.outbox, "stream")
         await woken(pg.outbox, sql)
         # The process with the stream tells the others, and names the transactions.
-        told = [each.payload async for each in sql.notifies(timeout=1.0, stop_after=5)]
+        told = [each.payload async for each in sql.notifies(timeout=LIMIT, stop_after=1)]
         assert told
         assert all(each.replace(",", "").isdigit() for each in told)
         assert not pg.statistics()["consumers"], "no WAL is kept for the wake-ups"

@@ -148,7 +148,7 @@ async def test_an_error_is_raised_if_no_address_answers(streamed_url: str, name:
         one.black_hole()
         other.black_hole()
         with pytest.raises((psycopg.Error, OSError)) as caught:
-            await Resolver(timeout=2.0).conninfo(by_name(streamed_url))
+            await Resolver(timeout=4.0).conninfo(by_name(streamed_url))
         assert (one.statistics().accepted, other.statistics().accepted) == (1, 1)
     found = diagnose(caught.value)
     assert (found.type, found.verdict) == ("connection_timeout", FaultVerdict.RETRY)
