@@ -491,3 +491,13 @@ async def test_topology_of_a_configuration_is_requested_below_its_root(
 def test_topology_path_is_appended_to_the_uri(tail: str) -> None:
     source = MilvusTopology(f"tcp://user:pass@g.example.com:80/x{tail}")
     assert repr(source) == "<MilvusTopology http://g.example.com/x/global-cluster/topology>"
+
+
+def test_fields_of_the_documented_example() -> None:
+    """The table of docs/howto/milvus.md."""
+    config = milvus_config("https://user:pass@in01.example.com/mydb")
+    assert (config.address, config.token) == ("in01.example.com:443", "user:pass")
+    assert (config.db_name, config.is_global) == ("mydb", False)
+    assert config.key == milvus_config("https://user:pass@in01.example.com/other").key
+    moving = milvus_config("https://t@h.example.com/global-cluster/mydb")
+    assert (moving.is_global, moving.db_name) == (True, "mydb")

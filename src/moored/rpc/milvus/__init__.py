@@ -31,7 +31,7 @@ from ._client import (
     MilvusRefused,
     MilvusUnreachable,
 )
-from ._config import MilvusConfigError, milvus_config
+from ._config import MilvusConfig, MilvusConfigError, milvus_config
 from ._topology import MilvusTopology
 from ._wire import milvus_credentials, milvus_probe, milvus_unavailable
 
@@ -41,6 +41,7 @@ __all__ = [  # noqa: RUF022 (grouped by what they are for)
     "MilvusClient",
     # Managers and configuration
     "AsyncMilvusManager",
+    "MilvusConfig",
     "MilvusManager",
     "MilvusTopology",
     "milvus_config",
