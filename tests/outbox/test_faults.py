@@ -49,7 +49,7 @@ async def test_what_is_final_is_stored_at_the_server_that_was_looked_at(url: str
 
 
 async def test_readers_that_share_a_failed_look_do_not_fail_one_after_the_other(url: str) -> None:
-    async with AsyncConnectionPool(url, max_size=1, timeout=0.2) as pool, pool.connection():
+    async with AsyncConnectionPool(url, max_size=1, timeout=0.2) as pool, pool.connection(LIMIT):
         outbox = Outbox(pool)
         found = await asyncio.gather(*(outbox.read() for _ in range(20)), return_exceptions=True)
         assert {type(each) for each in found} == {PoolTimeout}

@@ -61,7 +61,11 @@ class MilvusServer:
 
     def __enter__(self) -> MilvusServer:
         self.start()
-        eventually(self.listens, 60.0)
+        try:
+            eventually(self.listens, 180.0)
+        except BaseException:
+            self.kill()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -31,6 +31,8 @@ async def test_a_killed_follower_continues_its_copy(
 ) -> None:
     """With the position stored by the follower itself, no change is applied twice."""
     rng = random.Random(base_seed())
+    # The changes of a moved row with a large value may find no row: docs/topics/snapshots.md.
+    kind = "small" if exact else "int"
     over, tasks = asyncio.Event(), Tasks()
     config = {
         "url": streamed_url,
@@ -39,8 +41,8 @@ async def test_a_killed_follower_continues_its_copy(
         "exact": exact,
     }
     async with await psycopg.AsyncConnection.connect(streamed_url, autocommit=True) as conn:
-        await create(conn, "int", ROWS)
-    writing = tasks.start(write_until(streamed_url, "int", over, base_seed(), most=2 * ROWS))
+        await create(conn, kind, ROWS)
+    writing = tasks.start(write_until(streamed_url, kind, over, base_seed(), most=2 * ROWS))
     for number in range(scaled(40, least=4)):
         # Killed in the middle of its copy, then a little later each time.
         await asyncio.to_thread(run_until, config, tmp_path, rng.randint(2, 8 + number))
