@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
-from moored.rpc import AsyncConnectionManager, ConnectionConfig, ConnectionManager, ManagerClosed
+from moored.rpc import (
+    AsyncConnectionManager,
+    AsyncRegularStrategy,
+    ConnectionConfig,
+    ConnectionManager,
+    ManagerClosed,
+    RegularStrategy,
+)
 
 from .handlers import ECHO
 from .servers import EchoServer
+from .sides import Kind, Threads, both, config_of
+from .test_live_servers import Reader
 
 SLEEP = "/test.Echo/Sleep"
 LIMIT = 30.0
@@ -63,3 +73,22 @@ def test_endless_call_of_threads_delays_close_by_a_limit_only(
     with ThreadPoolExecutor(1) as other:
         other.submit(manager.close).result(LIMIT)
     assert not numbers.is_active()
+
+
+@both
+async def test_strategy_whose_close_fails_does_not_end_the_wait_for_calls(
+    kind: Kind, echo: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("moored.rpc._endpoint.CLOSING", 1.0)
+    base: Any = RegularStrategy if kind is Threads else AsyncRegularStrategy
+
+    class Defective(base):  # type: ignore[misc]
+        async def close_async(self, managed: Any) -> None:
+            raise ValueError("a defect")
+
+    async with kind(strategy=lambda _: Defective()) as side:
+        channel = await side.get(config_of(echo), timeout=LIMIT)
+        reader = Reader(side, channel)
+        assert await reader.read() == b"0"
+        await side.run(side.manager.close)
+        assert not channel.endpoint.old, "a channel was left open"

@@ -19,6 +19,7 @@ from tests.servers import free_port
 from moored import rpc
 from moored.rpc import (
     AsyncConnectionManager,
+    ChannelError,
     ConfigError,
     ConnectFailed,
     ConnectionConfig,
@@ -156,3 +157,81 @@ def test_connect_waits_as_before(echo: EchoServer, late: EchoServer) -> None:
         with pytest.raises(ConfigError, match="connect=True"):
             make(late.address, timeout=1.0)
     ConnectionManager.get_instance().close_all()
+
+
+def test_threads_with_loops_of_their_own_keep_one_connection_each(echo: EchoServer) -> None:
+    channel = rpc.aio.channel(echo.address)
+    turns = [threading.Semaphore(1), threading.Semaphore(0)]
+
+    def work(number: int) -> int:
+        async def call() -> int:
+            for _ in range(10):
+                await asyncio.to_thread(turns[number].acquire)
+                assert await channel.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
+                gc.collect()
+                turns[1 - number].release()
+            stats = AsyncConnectionManager.get_instance().get_stats()
+            await channel.close()
+            await AsyncConnectionManager.get_instance().close()
+            return int(stats["counters"]["connects"])
+
+        return asyncio.run(call())
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [1, 1]
+
+
+async def test_channel_of_any_loop_is_one_for_retries_and_managers(echo: EchoServer) -> None:
+    channel = rpc.aio.channel(echo.address)
+    manager = AsyncConnectionManager.get_instance()
+    retrying = rpc.intercept_aio_channel(channel, rpc.AsyncRetryInterceptor(channel))
+    assert await retrying.unary_unary(ECHO)(b"a", timeout=LIMIT) == b"a"
+
+    class Client:
+        handler = channel
+
+        @rpc.retry_on_rpc_failure
+        async def ask(self, *, timeout: float) -> bytes:
+            answer: bytes = await channel.unary_unary(ECHO)(b"b", timeout=timeout)
+            return answer
+
+    assert await Client().ask(timeout=LIMIT) == b"b"
+    assert manager.renew(channel)
+    error = grpc.aio.AioRpcError(
+        grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
+    )
+    assert await manager.handle_error(channel, error, LIMIT)
+    assert channel.endpoint.generation == 2
+    await manager.release(channel)
+    await manager.close()
+
+
+def test_slow_credentials_of_one_server_delay_no_other(echo: EchoServer) -> None:
+    asked, may_end = threading.Event(), threading.Event()
+
+    def credentials(config: ConnectionConfig) -> None:
+        if config.address.startswith("slow"):
+            asked.set()
+            assert may_end.wait(LIMIT)
+
+    with ConnectionManager(credentials=credentials) as manager:
+        channel = manager.open_channel(ConnectionConfig.from_uri(echo.uri))
+        slow = ConnectionConfig.from_uri("http://slow")
+        opening = threading.Thread(target=manager.open_channel, args=(slow,))
+        opening.start()
+        try:
+            assert asked.wait(LIMIT)
+            assert channel.unary_unary(ECHO)(b"a", timeout=LIMIT / 3) == b"a"
+        finally:
+            may_end.set()
+            opening.join()
+
+
+async def test_channel_is_not_opened_from_another_loop(echo: EchoServer) -> None:
+    async with AsyncConnectionManager() as manager:
+
+        async def elsewhere() -> None:
+            manager.open_channel(ConnectionConfig.from_uri(echo.uri))
+
+        with pytest.raises(ChannelError, match="another event loop"):
+            await asyncio.to_thread(asyncio.run, elsewhere())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from moored.rpc import AsyncRegularStrategy, ConnectionConfig, RegularStrategy
 from moored.rpc._endpoint import PAUSES
+from moored.rpc._manager import ChangeQueue
 from moored.testing import FaultProxy
 
 from .handlers import ECHO, FAIL, PID
@@ -97,6 +99,7 @@ async def test_channel_leaves_a_backend_that_only_answers_unavailable(kind: Kind
         while channel.generation == 1:  # no call of this loop succeeds before that
             await refused(side, channel)
             errors += 1
+            await asyncio.sleep(0.05)  # the pace of the calls; a connect takes some milliseconds
         assert errors <= 10
         assert await pid(side, channel) == well.pid
         for number in range(1, 30):
@@ -204,3 +207,34 @@ async def test_failed_renewal_keeps_the_connection(kind: Kind, echo: EchoServer)
             await until(lambda: side.manager.get_stats()["counters"]["connect_failures"] > 0)
             assert await side.call(channel, ECHO, b"a") == b"a"
             assert channel.generation == 1
+
+
+@both
+async def test_strategy_that_raises_stops_no_recovery(kind: Kind) -> None:
+    base: Any = RegularStrategy if kind is Threads else AsyncRegularStrategy
+
+    class Defective(base):  # type: ignore[misc]
+        def renews(self, error: BaseException) -> bool:
+            raise ValueError("a defect")
+
+    with EchoServer() as server:
+        async with kind(strategy=lambda _: Defective()) as side:
+            channel = await side.get(ConnectionConfig.from_uri(server.uri), timeout=LIMIT)
+            await refused(side, channel)  # with the call's own error
+            server.kill()
+            server.start()
+            while channel.generation < 2:
+                with suppress(grpc.RpcError):
+                    await side.call(channel, ECHO, b"a")
+
+
+def test_change_that_raises_stops_no_other() -> None:
+    """Also a CancelledError of a user's callback, which is no cancellation of the loop's task."""
+    queue, made = ChangeQueue(), threading.Event()
+
+    def defect() -> None:
+        raise asyncio.CancelledError
+
+    queue.post(defect)
+    queue.post(made.set)
+    assert made.wait(LIMIT)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import grpc.aio  # type: ignore[import-untyped]
 
 from ._config import ConnectionConfig
+from ._endpoint import Endpoint
 from ._handler import AsyncHandler
 from ._manager_async import AsyncConnectionManager
 from .calls._kinds import FourKinds
@@ -26,26 +28,35 @@ class AnyLoopChannel(FourKinds, grpc.aio.Channel):  # type: ignore[misc]
     def __init__(self, config: ConnectionConfig, client: object | None = None) -> None:
         self.config = config
         self._client = client
-        self._found: tuple[asyncio.AbstractEventLoop, AsyncHandler] | None = None
+        self._handlers: dict[asyncio.AbstractEventLoop, AsyncHandler] = {}
 
     @property
     def current(self) -> AsyncHandler:
         """The channel of the running loop."""
-        loop, found = asyncio.get_running_loop(), self._found
-        if found is None or found[0] is not loop or found[1].endpoint.closed:
-            manager = AsyncConnectionManager.get_instance()
-            found = self._found = loop, manager.open_channel(self.config, self._client)
-        return found[1]
+        loop = asyncio.get_running_loop()
+        found = self._handlers.get(loop)
+        if found is None or found.endpoint.closed:
+            found = AsyncConnectionManager.get_instance().open_channel(self.config, self._client)
+            for other in list(self._handlers):
+                if other.is_closed():
+                    self._handlers.pop(other, None)
+            self._handlers[loop] = found
+        return found
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The state of the connection of the running loop."""
+        return self.current.endpoint
 
     def _method(self, kind: str, *given: Any, **named: Any) -> Callable[..., Any]:
-        made: tuple[AsyncHandler, Callable[..., Any]] | None = None
+        # Weakly: a handler is garbage with its loop.
+        made: WeakKeyDictionary[AsyncHandler, Callable[..., Any]] = WeakKeyDictionary()
 
         def call(*args: Any, **options: Any) -> Any:
-            nonlocal made
             current = self.current
-            if made is None or made[0] is not current:
-                made = current, getattr(current, kind)(*given, **named)
-            return made[1](*args, **options)
+            if (method := made.get(current)) is None:
+                method = made[current] = getattr(current, kind)(*given, **named)
+            return method(*args, **options)
 
         return call
 
@@ -63,9 +74,8 @@ class AnyLoopChannel(FourKinds, grpc.aio.Channel):  # type: ignore[misc]
 
     async def close(self, grace: float | None = None) -> None:
         """Release the channel of the running loop; another call opens it again."""
-        found, self._found = self._found, None
-        if found is not None and found[0] is asyncio.get_running_loop():
-            await found[1].close(grace)
+        if (found := self._handlers.pop(asyncio.get_running_loop(), None)) is not None:
+            await found.close(grace)
 
     async def __aenter__(self) -> AnyLoopChannel:
         return self

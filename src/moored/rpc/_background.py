@@ -43,7 +43,7 @@ from ._dial import (
     until_ready,
     with_rarer_pings,
 )
-from ._endpoint import Act, Endpoint, Live, Orders
+from ._endpoint import TOO_MANY, Act, Endpoint, Live, Orders
 from ._errors import ConnectFailed
 from ._fork import inside, leaves_soon, used
 from ._gate import BaseGate
@@ -79,7 +79,10 @@ class AtOnce:
     """Makes changes at once, for asyncio: everything runs on the user's loop."""
 
     def post(self, change: Callable[[], object]) -> None:
-        change()
+        try:
+            change()
+        except Exception as error:  # which must not replace the error of a call
+            log.error("a change of the manager failed\n%s", trace(error, ()))
 
     def settle(self) -> None:
         """Do nothing: the change was made."""
@@ -141,31 +144,34 @@ class Background:
             return False
         gate: BaseGate = endpoint.handler.gate
         for act, attempt, live in orders:
-            match act:
-                case Act.DIAL:
-                    self._start_dial(endpoint, attempt)
-                case Act.PUT:
-                    gate.put()
-                case Act.WAKE:
-                    self._wake(endpoint, None)
-                case Act.FAIL if endpoint.verdict is not None:
-                    self._wake(endpoint, endpoint.verdict)
-                    gate.fail(endpoint.verdict)
-                case Act.REFRESH:
-                    self._tasks.start(self._refresh(endpoint))
-                case Act.REST | Act.STOP:
-                    self._end(endpoint, gate)
-                case Act.PROBE if live is not None:
-                    self._tasks.start(self._probe(endpoint, live))
-                case Act.CHECK if live is not None:
-                    self._tasks.start(self._check(endpoint, live))
-                case Act.RETIRE if live is not None:
-                    gate.watch(live)
-                case Act.REVIEW if live is not None:
-                    stays = self._may_stay(endpoint, live)
-                    self.tell(endpoint, endpoint.reviewed, live, stays)
-                case Act.CLOSE if live is not None:
-                    self._tasks.start(self._close_channel(endpoint, live))
+            try:
+                match act:
+                    case Act.DIAL:
+                        self._start_dial(endpoint, attempt)
+                    case Act.PUT:
+                        gate.put()
+                    case Act.WAKE:
+                        self._wake(endpoint, None)
+                    case Act.FAIL if endpoint.verdict is not None:
+                        self._wake(endpoint, endpoint.verdict)
+                        gate.fail(endpoint.verdict)
+                    case Act.REFRESH:
+                        self._tasks.start(self._refresh(endpoint))
+                    case Act.REST | Act.STOP:
+                        self._end(endpoint, gate)
+                    case Act.PROBE if live is not None:
+                        self._tasks.start(self._probe(endpoint, live))
+                    case Act.CHECK if live is not None:
+                        self._tasks.start(self._check(endpoint, live))
+                    case Act.RETIRE if live is not None:
+                        gate.watch(live)
+                    case Act.REVIEW if live is not None:
+                        stays = self._may_stay(endpoint, live)
+                        self.tell(endpoint, endpoint.reviewed, live, stays)
+                    case Act.CLOSE if live is not None:
+                        self._tasks.start(self._close_channel(endpoint, live))
+            except Exception as defect:
+                _log_defect(endpoint, defect)  # the other acts do not depend on it
         if (at := endpoint.next_at) is None:
             self._timers.cancel(endpoint)
         else:
@@ -195,6 +201,8 @@ class Background:
             waiters = self._waiters.get(endpoint, [])
             if waiter in waiters:
                 waiters.remove(waiter)
+            if not waiters:
+                self._waiters.pop(endpoint, None)
             self.tell(endpoint, endpoint.leaves)
 
     def _wake(self, endpoint: Endpoint, verdict: BaseException | None) -> None:
@@ -218,9 +226,11 @@ class Background:
         self, endpoint: Endpoint, error: grpc.RpcError, live: Live, credential: int
     ) -> None:
         """Note the error of a call."""
-        code = error.code()
+        ask = getattr(error, "code", None)  # a bare RpcError of an interceptor has none
+        code = ask() if callable(ask) else None
         if code is grpc.StatusCode.UNAVAILABLE:
-            live.unavailable.append(None)
+            if len(live.unavailable) < TOO_MANY:
+                live.unavailable.append(None)
         elif code is grpc.StatusCode.UNAUTHENTICATED and endpoint.refusals is not None:
             endpoint.handler.gate.tell(endpoint.refused, credential)
         try:
@@ -269,7 +279,11 @@ class Background:
         if generation is None:
             generation = endpoint.blamed(self._clock.monotonic())
         if isinstance(cause, BaseException):
-            renew = renew or bool(endpoint.strategy and endpoint.strategy.renews(cause))
+            try:
+                ask = getattr(endpoint.strategy, "renews", None)
+                renew = renew or (ask is not None and bool(ask(cause)))
+            except Exception as defect:
+                _log_defect(endpoint, defect)
             connected = (renew or unavailable(cause)) and self._is_connected(live)
             if endpoint.heeds(generation, connected):
                 cause = without_secrets(cause, _secrets(endpoint))
@@ -295,7 +309,7 @@ class Background:
     def renew(self, endpoint: Endpoint) -> bool:
         """Make a new connection beside a live one; return whether it is being made."""
         self.tell(endpoint, endpoint.renew, "the program asks for it")
-        return endpoint.is_being_replaced
+        return endpoint.machine.at("renewing")
 
     async def _check(self, endpoint: Endpoint, live: Live) -> None:
         """Check whether a channel lost its connection, or its server answered UNAVAILABLE."""
@@ -489,13 +503,14 @@ class Background:
 
     async def _finish(self, endpoint: Endpoint, strategy: Any) -> None:
         try:
-            if strategy is not None:
-                await run_callback(strategy.close_async, endpoint)
+            try:
+                if strategy is not None:
+                    await run_callback(strategy.close_async, endpoint)
+            except Exception as error:
+                text = safe_text(error, _secrets(endpoint))
+                log.warning("%s: closing the strategy failed: %s", endpoint.address, text)
             while endpoint.old:
                 await self._emptied.setdefault(endpoint, asyncio.Event()).wait()
-        except Exception as error:
-            text = safe_text(error, _secrets(endpoint))
-            log.warning("%s: closing the connection failed: %s", endpoint.address, text)
         finally:
             if self._closings.get(endpoint) is asyncio.current_task():
                 del self._closings[endpoint]

@@ -1,8 +1,9 @@
 """The state of one endpoint: its link, its channels, its callers, its clients and its credentials.
 
 It does no I/O and has no clock: each method receives an event and the time, and returns what is to
-be done, which `Background` carries out. No lock guards it, because one loop alone changes it; other
-threads only read single attributes.
+be done, which `Background` carries out. No lock guards it: one loop alone calls these methods. Only
+`hand_out` and `taken`, which note a client, may be called in any thread: each of their steps is one
+of the interpreter's. Otherwise, threads only read single attributes.
 
 ::
 

@@ -20,6 +20,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -116,7 +117,8 @@ class BaseGate:
     def watch(self, live: Live) -> None:
         """Tell the endpoint when the last call of a replaced channel has ended."""
         live.watch(self._call_ended)
-        self._call_ended(live)
+        if not live.calls:
+            self.tell(self.endpoint.ended, live)
 
     def _call_ended(self, live: Live) -> None:
         if not live.calls:
@@ -210,10 +212,10 @@ class Gate(BaseGate):
             if endpoint.closed and self._subscribers:
                 self._subscribers.clear()
                 leaves_soon()
-            if live is not self._followed:
-                self._follow(live)
             self.changed.notify_all()
         start_pending(self)
+        if live is not self._followed:
+            self._follow(live)
 
     def notify(self) -> None:
         """Wake the calls that wait."""
@@ -227,14 +229,15 @@ class Gate(BaseGate):
 
     def _follow(self, live: Live | None) -> None:
         """Move the connectivity callbacks to another channel."""
-        old, self._followed = self._followed, live
-        for callback in self._subscribers:
-            if old is not None:
-                old.channel.unsubscribe(callback)
-            if live is not None:
-                # Without try_to_connect: it is connected, and gRPC's watcher thread would fail with
-                # a traceback if the channel was closed soon after.
-                live.channel.subscribe(callback, False)
+        with self.changed:
+            old, self._followed = self._followed, live
+            for callback in self._subscribers:
+                if old is not None:
+                    old.channel.unsubscribe(callback)
+                if live is not None:
+                    # Without try_to_connect: it is connected, and gRPC's watcher thread would fail
+                    # with a traceback if the channel was closed soon after.
+                    live.channel.subscribe(callback, False)
 
     # -- callers -------------------------------------------------------------------------------
 
@@ -400,6 +403,11 @@ class AsyncGate(BaseGate):
         self.live = live
         changed, self.changed = self.changed, self.loop.create_future()
         changed.set_result(None)
+
+    def _call_ended(self, live: Live) -> None:
+        if not live.calls:
+            with suppress(RuntimeError):  # the loop is closed, and the channel with it
+                self.loop.call_soon_threadsafe(self.tell, self.endpoint.ended, live)
 
     def notify(self) -> None:
         """Wake the calls that wait."""

@@ -12,6 +12,7 @@ During interpreter shutdown nothing is posted: the connections end with the proc
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import threading
@@ -22,7 +23,7 @@ from typing import Any, ClassVar, Self
 
 import grpc  # type: ignore[import-untyped]
 
-from moored.kernel import Clock, DeadlineExceeded, LoopThread, at_fork
+from moored.kernel import Clock, DeadlineExceeded, LoopThread, at_fork, raise_if_cancelled
 
 from . import _fork
 from ._clients import refuse_unreferable
@@ -75,13 +76,16 @@ class ChangeQueue:
             raise
 
     async def _make_changes(self) -> None:
-        while self._changes:
-            change = self._changes.popleft()
-            try:
-                change()
-            except Exception as error:
-                log.error("a change of the manager failed\n%s", trace(error, ()))
-        self.scheduled = False
+        try:
+            while self._changes:
+                change = self._changes.popleft()
+                try:
+                    change()
+                except (Exception, asyncio.CancelledError) as error:  # of the user's code
+                    raise_if_cancelled(error)
+                    log.error("a change of the manager failed\n%s", trace(error, ()))
+        finally:
+            self.scheduled = False
         if self._changes:  # meanwhile, by a thread that has read True
             self._schedule()
 
@@ -166,8 +170,7 @@ class ConnectionManager(ManagerBase[Handler]):
         It does not wait, so it may be called in `__del__`. A dedicated connection refuses new
         calls, and is closed when its calls in flight have ended.
         """
-        self._endpoint_of(handler)
-        self._background.release(handler.gate, client)
+        self._background.release(self._gate_of(handler), client)
 
     def handle_error(
         self,
@@ -197,7 +200,7 @@ class ConnectionManager(ManagerBase[Handler]):
 
         Return whether it is being made: not without a connection, nor within 5 s of the last time.
         """
-        endpoint = self._endpoint_of(handler)
+        endpoint = self._gate_of(handler).endpoint
         if _fork.is_broken() or must_not_wait():
             return False
 

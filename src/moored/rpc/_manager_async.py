@@ -68,12 +68,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
             are gone, it is closed after `linger` seconds.
         :param timeout: how long to wait for the connection, in seconds.
         """
-        if self._loop() is not asyncio.get_running_loop():
-            refuse_broken()
-            raise ChannelError(
-                "this manager belongs to another event loop: make one on this loop, or use "
-                "get_instance(), which gives each loop its own"
-            )
+        self._refuse_other_loops()
         if not isinstance(config, ConnectionConfig):
             raise no_config(config)
         if not dedicated:
@@ -84,10 +79,27 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
                 return handler
         return await self._obtain(config, dedicated, client, timeout, self._deadline(timeout))
 
+    def open_channel(self, config: ConnectionConfig, client: object | None = None) -> AsyncHandler:
+        """Return the channel to an endpoint at once; its first call connects.
+
+        Until there is a connection, calls wait for it within their timeouts.
+        """
+        self._refuse_other_loops()
+        return super().open_channel(config, client)
+
+    def _refuse_other_loops(self) -> None:
+        if self._loop() is not asyncio.get_running_loop():
+            refuse_broken()
+            raise ChannelError(
+                "this manager belongs to another event loop: make one on this loop, or use "
+                "get_instance(), which gives each loop its own"
+            )
+
     async def release(self, handler: AsyncHandler, client: object | None = None) -> None:
         """Return a channel; its other clients are not affected."""
-        endpoint = self._endpoint_of(handler)
-        self._background.release(handler.gate, client)
+        gate = self._gate_of(handler)
+        endpoint = gate.endpoint
+        self._background.release(gate, client)
         if endpoint.closed:
             await self._background.closed(endpoint)
 
@@ -117,7 +129,7 @@ class AsyncConnectionManager(ManagerBase[AsyncHandler]):
 
         Return whether it is being made: not without a connection, nor within 5 s of the last time.
         """
-        return self._background.renew(self._endpoint_of(handler))
+        return self._background.renew(self._gate_of(handler).endpoint)
 
     async def close_all(self) -> None:
         """Close all connections when their calls have ended, and wait for that."""

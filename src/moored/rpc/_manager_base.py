@@ -7,6 +7,7 @@ the loop, and how callers wait, differs between the two managers.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
 import grpc  # type: ignore[import-untyped]
@@ -81,10 +82,17 @@ class ManagerBase(Generic[H]):
             raise no_config(config)
         if self._closed:
             raise _closed()
-        endpoint = self._table.find_or_make(config.key, lambda: self._new_endpoint(config))
-        endpoint.taken(client)
-        handler: H = endpoint.handler
-        return handler
+        while True:
+            endpoint = self._table.find_or_make(config.key, lambda: self._new_endpoint(config))
+            endpoint.taken(client)
+            if self._is_closed():  # meanwhile, by another thread
+                self._posting.post(
+                    partial(self._background.close, endpoint, "everything is closed")
+                )
+                raise _closed()
+            if not endpoint.closed:  # as an attempt that its last caller has left
+                handler: H = endpoint.handler
+                return handler
 
     # -- waiting, on the loop ------------------------------------------------------------------
 
@@ -121,12 +129,13 @@ class ManagerBase(Generic[H]):
         self, handler: H, error: BaseException, timeout: float | None, generation: int | None
     ) -> bool:
         """See `handle_error` of both managers."""
-        endpoint = self._endpoint_of(handler)
+        gate = self._gate_of(handler)
+        endpoint = gate.endpoint
         if endpoint.closed:
             return False
         if endpoint.refusals is not None and refused(error):
             limit = endpoint.connect_timeout if timeout is None else timeout
-            return bool(await run_callback(handler.gate.await_credentials, limit))
+            return bool(await run_callback(gate.await_credentials, limit))
         if not (what := self._options.classify(error)):
             return False
         # The channel has reported errors of gRPC already, with their generation.
@@ -211,11 +220,14 @@ class ManagerBase(Generic[H]):
             recorder=self.recorder,
         )
 
-    def _endpoint_of(self, handler: object) -> Endpoint:
+    def _gate_of(self, handler: Any) -> Any:
+        handler = getattr(handler, "current", handler)  # of a channel for any loop
         if not isinstance(handler, self._handler_type):  # type: ignore[arg-type]
             raise no_channel(handler)
-        endpoint: Endpoint = handler.gate.endpoint  # type: ignore[attr-defined]
-        return endpoint
+        return handler.gate
+
+    def _is_closed(self) -> bool:
+        return self._closed
 
     def _end_all(self) -> None:
         for endpoint in self._table.all():

@@ -30,7 +30,7 @@ class ManagerOptions:
     """The options of both managers."""
 
     #: Makes the strategy of a connection; by default a regular or a global one, by its URI. It must
-    #: neither wait nor use the manager, whose lock is held.
+    #: neither wait nor use the manager, on whose loop it is called.
     strategy: Callable[[ConnectionConfig], Any] | None = None
     #: Makes a channel; by default gRPC's own. With more than one of `channels` it is called for
     #: each: gRPC channels with equal arguments would share a connection.

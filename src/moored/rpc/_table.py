@@ -42,11 +42,16 @@ class Table:
 
     def find_or_make(self, key: str, make: Callable[[], Endpoint]) -> Endpoint:
         """Return the endpoint with this key; without one, make one that rests."""
-        with self._lock:
-            found = self.awake.get(key) or self.asleep.get(key)
-            if found is None or found.closed:
-                found = self.asleep[key] = make()
-            return found
+        made: Endpoint | None = None
+        while True:
+            with self._lock:
+                found = self.awake.get(key) or self.asleep.get(key)
+                if found is not None and not found.closed:
+                    return found
+                if made is not None:
+                    self.asleep[key] = made
+                    return made
+            made = make()  # outside of the lock: it runs a function of the user's
 
     def wake(self, endpoint: Endpoint) -> None:
         """Note that an endpoint is no longer resting."""

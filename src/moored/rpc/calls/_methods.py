@@ -63,19 +63,20 @@ class _ThreadMethod(_BoundMethod["Gate"]):
         gate = self._gate
         credential = gate.credential
         try:
-            call = self._start(how, live, request, timeout, *rest)
-        except BaseException as error:
-            if isinstance(error, grpc.RpcError):
+            metadata = gate.signed(rest[0])  # before the try below: its errors are not the server's
+            try:
+                call = self._start(how, live, request, timeout, metadata, *rest[1:])
+            except grpc.RpcError as error:
                 gate.report(error, live, credential)
+                raise
+        except BaseException:
             live.leave()
             raise
         over = partial(gate.call_over, live=live, credential=credential)
         return counted(call, live.calls, over, live.tell_watcher)
 
     def _start(self, how: str, live: Live, *given: Any) -> Any:
-        request, timeout, metadata, *rest = given
-        call = getattr(self._inner(live), how)
-        return call(request, timeout, self._gate.signed(metadata), *rest)
+        return getattr(self._inner(live), how)(*given)
 
 
 class _AnswerMethod(_ThreadMethod):
@@ -97,19 +98,22 @@ class _AnswerMethod(_ThreadMethod):
         live, timeout = gate.enter(timeout)
         credential = gate.credential
         try:
-            answer = self._inner(live)(
-                request if request_iterator is None else request_iterator,
-                timeout,
-                gate.signed(metadata),
-                credentials,
-                wait_for_ready,
-                compression,
-            )
-        except grpc.RpcError as error:
-            gate.report(error, live, credential)
-            gate.settle()  # the next call must not use a connection that this error ends
-            raise
-        else:
+            metadata = gate.signed(
+                metadata
+            )  # before the try below: its errors are not the server's
+            try:
+                answer = self._inner(live)(
+                    request if request_iterator is None else request_iterator,
+                    timeout,
+                    metadata,
+                    credentials,
+                    wait_for_ready,
+                    compression,
+                )
+            except grpc.RpcError as error:
+                gate.report(error, live, credential)
+                gate.settle()  # the next call must not use a connection that this error ends
+                raise
             if live.unavailable:
                 live.unavailable.clear()
             return answer
@@ -118,15 +122,17 @@ class _AnswerMethod(_ThreadMethod):
 
     def with_call(self, *given: Any, **named: Any) -> Any:
         gate = self._gate
-        request, timeout, *rest = arguments(*given, **named)
+        request, timeout, metadata, *rest = arguments(*given, **named)
         live, timeout = gate.enter(timeout)
         credential = gate.credential
         try:
-            return self._start("with_call", live, request, timeout, *rest)
-        except grpc.RpcError as error:
-            gate.report(error, live, credential)
-            gate.settle()
-            raise
+            metadata = gate.signed(metadata)
+            try:
+                return self._start("with_call", live, request, timeout, metadata, *rest)
+            except grpc.RpcError as error:
+                gate.report(error, live, credential)
+                gate.settle()
+                raise
         finally:
             live.leave()
 

@@ -51,7 +51,7 @@ def start_later(gate: Gate, start: Start, timeout: float | None) -> PendingCall:
         gate.pending.append(call)
     # After that: a timer that fires at once must find the call in the list.
     call.times_out_by(gate.later(max(limit, 0.001), expired))
-    # `_fail_waiting` may have run before the call was in the list.
+    # `fail_pending` may have run before the call was in the list.
     if gate.endpoint.verdicts != verdicts and gate.endpoint.verdict is not None:
         _fail(gate, call, *cannot_connect(gate.endpoint.address, gate.endpoint.verdict))
     start_pending(gate)
@@ -239,7 +239,8 @@ class PendingCall(grpc.RpcError, grpc.Call, grpc.Future):  # type: ignore[misc]
 
     def traceback(self, timeout: float | None = None) -> Any:
         """See `grpc.Future`."""
-        return self._known(timeout).traceback(timeout)
+        deadline = Deadline.after(timeout, Clock.system())
+        return self._known(timeout).traceback(deadline.timeout)
 
     def code(self) -> grpc.StatusCode:
         """See `grpc.Call`."""

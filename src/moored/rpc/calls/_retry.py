@@ -24,6 +24,7 @@ import grpc.aio  # type: ignore[import-untyped]
 
 from moored.kernel import Backoff, Clock, Deadline
 
+from .._any_loop import AnyLoopChannel
 from .._dial import refused
 from .._endpoint import Live
 from .._errors import ConfigError
@@ -154,6 +155,8 @@ class _RetryPolicy:
     def _find(self, given: tuple[Any, ...]) -> Channel | None:
         """Return the given handler, or the one that the first argument is or has."""
         named = self.handler
+        if isinstance(named, AnyLoopChannel):
+            return named.current
         if isinstance(named, (Handler, AsyncHandler)):
             return named
         if named is not None:
@@ -161,6 +164,8 @@ class _RetryPolicy:
         for owner in given[:1]:
             names = ("handler", "_handler")
             for found in (owner, *(getattr(owner, name, None) for name in names)):
+                if isinstance(found, AnyLoopChannel):
+                    return found.current
                 if isinstance(found, (Handler, AsyncHandler)):
                     return found
         return None
