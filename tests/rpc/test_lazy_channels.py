@@ -201,7 +201,7 @@ async def test_channel_of_any_loop_is_one_for_retries_and_managers(echo: EchoSer
         grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata()
     )
     assert await manager.handle_error(channel, error, LIMIT)
-    assert channel.endpoint.generation == 2
+    assert (channel.generation, channel.address) == (2, echo.address)
     await manager.release(channel)
     await manager.close()
 

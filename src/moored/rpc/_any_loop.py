@@ -48,6 +48,16 @@ class AnyLoopChannel(FourKinds, grpc.aio.Channel):  # type: ignore[misc]
         """The state of the connection of the running loop."""
         return self.current.endpoint
 
+    @property
+    def generation(self) -> int:
+        """The number of the current connection of the running loop; 0 while there is none."""
+        return self.current.generation
+
+    @property
+    def address(self) -> str:
+        """The address of its current, or else of its last, connection."""
+        return self.current.address
+
     def _method(self, kind: str, *given: Any, **named: Any) -> Callable[..., Any]:
         # Weakly: a handler is garbage with its loop.
         made: WeakKeyDictionary[AsyncHandler, Callable[..., Any]] = WeakKeyDictionary()
