@@ -125,7 +125,7 @@ def check(manager: Any, handler: Any, found: Any) -> None:
     """Check that a checkout returned the shared channel, and that its client is registered."""
     if found is not handler:
         raise AssertionError(f"{manager!r} returned {found!r} instead of {handler!r}")
-    kept = manager._registry if hasattr(manager, "_registry") else manager._table.entries
+    kept = manager._registry if hasattr(manager, "_registry") else manager._table.awake
     (managed,) = kept.values()
     if not managed.clients:
         raise AssertionError(f"{manager!r} has not registered its client")
