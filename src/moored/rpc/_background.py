@@ -428,8 +428,9 @@ class Background:
         address = getattr(endpoint.strategy, "address", None) or endpoint.config.address
         if not self.tell(endpoint, endpoint.dialed, attempt, channel, address):
             await self._discard(channel)
-        elif isinstance(endpoint.strategy, Follower):
-            endpoint.strategy.arrived(address)
+        elif isinstance(endpoint.strategy, TopologyMixin):
+            if isinstance(endpoint.strategy, Follower):
+                endpoint.strategy.arrived(address)
             self.moved(endpoint, "the primary has moved meanwhile")
 
     async def _fail(self, endpoint: Endpoint, attempt: int, channel: Any, error: Exception) -> None:
