@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-from moored.testing import Mutant
+from moored.testing import Mutant, mutant
 
-__all__ = ["planted_defects"]
+__all__ = ["edited", "planted_defects"]
 
 
 def planted_defects(mutants: Sequence[Mutant], *late: str) -> list[Any]:
@@ -20,3 +23,12 @@ def planted_defects(mutants: Sequence[Mutant], *late: str) -> list[Any]:
         pytest.param(each, id=each.name, marks=[pytest.mark.soak] if each.name in late else [])
         for each in mutants
     ]
+
+
+def edited(owner: type, name: str, method: str, before: str, after: str) -> Mutant:
+    """A class with one edit of the source of a method."""
+    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
+    assert source.count(before) == 1, f"{method}() has {before!r} not once"
+    made = dict(vars(sys.modules[owner.__module__]))
+    exec(source.replace(before, after), made)
+    return mutant(owner, method, made[method], name=name)

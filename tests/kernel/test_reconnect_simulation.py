@@ -6,13 +6,13 @@ defects are edits of one line of the class.
 
 from __future__ import annotations
 
-import inspect
 import math
-import textwrap
 from collections import Counter
+from functools import partial
 from typing import NamedTuple
 
 import pytest
+import tests.mutants
 from tests.mutants import planted_defects
 from tests.reached import assert_reached
 
@@ -25,10 +25,9 @@ from moored.kernel import (
     Machine,
     Pauses,
     Reconnect,
-    _reconnect,
     link_chart,
 )
-from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+from moored.testing import Mutant, Sim, assert_caught, scaled, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -347,15 +346,7 @@ def test_the_schedules_reach_every_condition_under_every_policy() -> None:
 # -- planted defects ---------------------------------------------------------------------------
 
 
-def edited(name: str, method: str, before: str, after: str) -> Mutant:
-    """The class with one edit of the source of a method."""
-    source = textwrap.dedent(inspect.getsource(getattr(Reconnect, method)))
-    assert source.count(before) == 1, f"{method}() has {before!r} not once"
-    made = dict(vars(_reconnect))
-    exec(source.replace(before, after), made)
-    return mutant(Reconnect, method, made[method], name=name)
-
-
+edited = partial(tests.mutants.edited, Reconnect)
 BUSY = 'at("connecting", "up", "off/stopped")'
 STALE = "self.is_up or not self.is_current(number)"
 RESET = "self.number, self.is_up, self.proven_at = 0, False, math.inf"

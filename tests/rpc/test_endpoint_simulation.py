@@ -8,24 +8,23 @@ must be), and compares after every event. The planted defects are edits of one l
 from __future__ import annotations
 
 import heapq
-import inspect
 import math
-import textwrap
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import pytest
+import tests.mutants
 from tests.mutants import planted_defects
 from tests.reached import assert_reached
 
 from moored.kernel import Clock, Recorder
-from moored.rpc import ConnectionConfig, _endpoint
+from moored.rpc import ConnectionConfig
 from moored.rpc._counters import Counters
 from moored.rpc._endpoint import CLOSING, PAUSES, TOO_MANY, Act, Endpoint, Live, Orders, _Link
 from moored.rpc._verdicts import Verdict
-from moored.testing import Mutant, Sim, assert_caught, mutant, scaled, simulate
+from moored.testing import Mutant, Sim, assert_caught, scaled, simulate
 
 pytestmark = pytest.mark.pure
 
@@ -1148,12 +1147,7 @@ CONDITIONS = {
 
 
 def edited(name: str, method: str, before: str, after: str, owner: type = Endpoint) -> Mutant:
-    """The class with one edit of the source of a method."""
-    source = textwrap.dedent(inspect.getsource(getattr(owner, method)))
-    assert source.count(before) == 1, f"{method}() has {before!r} not once"
-    made = dict(vars(_endpoint))
-    exec(source.replace(before, after), made)
-    return mutant(owner, method, made[method], name=name)
+    return tests.mutants.edited(owner, name, method, before, after)
 
 
 STALE = "if not self._is_current(attempt):"

@@ -67,14 +67,14 @@ class SourceCollector(Collector, Generic[T]):
 
 
 class LinkHolder(Protocol):
-    """Something that holds links, such as a listener, or the sessions of a process."""
+    """Something that holds links: a listener, the sessions of a process, a channel manager."""
 
     def link_machines(self) -> Iterable[tuple[str, str, Machine]]:
         """Return the system, a name and the state machine of each link."""
 
 
 class LinksCollector(SourceCollector[LinkHolder]):
-    """The links of listeners and sessions, by state: one metric, whatever they lead to.
+    """The links of listeners, sessions and gRPC channels, by state, in one metric.
 
     The states are those of `link_chart`.
     """

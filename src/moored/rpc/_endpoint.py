@@ -20,7 +20,7 @@ Invariants:
   a success, the next generation is made beside it, and the calls of the old one go on;
 - the wait before the next attempt is short while a caller waits, and grows while none does;
 - an error that no further attempt can fix fails all waiting callers at once;
-- a replaced channel is closed after its last call. Its calls are cut when the grace is over, unless
+- a replaced channel is closed after its last call. Its calls are cut after `grace` seconds, unless
   its connection is alive and leads to a server that is still wanted;
 - an endpoint that no one uses rests without a connection, until a caller waits for one.
 """
@@ -689,7 +689,7 @@ class Endpoint:
             self.link.sooner(max(now, self._tried_at + self._eager.max))
 
     def _patience(self, linger: float) -> float:
-        # An attempt may be for someone who waits for the state of the channel.
+        # `channel_ready()` waits for an attempt without being counted as a caller.
         return max(linger, self.connect_timeout) if self.machine.at("connecting") else linger
 
     def _replace(self, cause: BaseException | str, now: float) -> Orders:

@@ -85,7 +85,8 @@ class Follower(TopologyMixin):
         self.address: str | None = None
         #: The credentials of calls, for a topology server that has the same; see `serve`.
         self._credentials: CredentialProvider | None = None
-        # The endpoint that it serves, and who is told of another topology, or of a refusal.
+        # The endpoint that gets its channels, and the manager's background, which is told when the
+        # topology has changed, or the topology server has refused the credentials.
         self._endpoint: Any = None
         self._user: Any = None
         self._factory = handler_factory
